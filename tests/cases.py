@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -60,26 +61,46 @@ def closure_for(model, optimizer, x, y, **options):
     return closure_of(optimizer, lambda: F.cross_entropy(model(x), y), **options)
 
 
-def take_step(opt, loss_of, *, two_phases=False):
-    """One step on a loss, with a closure or in two phases."""
-    closure = closure_of(opt, loss_of)
-    if not two_phases:
-        return opt.step(closure)
-    with opt.first_pass():
-        closure()
+def take_step(opt, loss_of):
+    """One step with a closure; ``opt`` may be a bare base optimizer."""
+    return opt.step(closure_of(opt, loss_of))
+
+
+def in_phases(opt, loss_of, *, narrows=True):
+    """One step in two phases. ``narrows``: the first backward is the optimizer's, and its graph is kept."""
+    opt.zero_grad()
+    first = None
+    if opt.needs_first_pass:
+        with opt.first_pass():
+            first = loss_of()
+            opt.backward(first) if narrows else first.backward()
+    first = first if narrows or first is None else first.detach()
     with opt.perturbed():
-        closure()
-    return opt.step()
+        second = loss_of()
+        second.backward()
+    opt.step()
+    return (second if first is None else first).detach()
 
 
-def with_closure(opt, model, x, y):
-    """One step with a closure."""
-    opt.step(closure_for(model, opt, x, y))
+#: The ways to take a step on a function that returns the loss, which is returned.
+WAYS = {
+    "minimize": lambda opt, loss_of: opt.minimize(loss_of),
+    "closure": take_step,
+    "two phases": in_phases,
+    "two phases, every gradient": partial(in_phases, narrows=False),
+}
 
 
 def by_minimize(opt, model, x, y):
-    """One step of minimize()."""
     return opt.minimize(lambda: F.cross_entropy(model(x), y))
+
+
+def with_closure(opt, model, x, y):
+    return take_step(opt, lambda: F.cross_entropy(model(x), y))
+
+
+def in_two_phases(opt, model, x, y, *, narrows=False):
+    return in_phases(opt, lambda: F.cross_entropy(model(x), y), narrows=narrows)
 
 
 def train(model, opt, seeds, *, batch=vectors, **options):
@@ -99,18 +120,6 @@ def both_passes(opt, model, x, y):
 def without_first_pass(opt, model, x, y):
     """One step in two phases, the first without first_pass()."""
     both_passes(opt, model, x, y)
-    opt.step()
-
-
-def in_two_phases(opt, model, x, y, *, narrows=False):
-    """One step in two phases; ``narrows``: the first backward is the optimizer's."""
-    opt.zero_grad()
-    with opt.first_pass():
-        loss = F.cross_entropy(model(x), y)
-        opt.backward(loss) if narrows else loss.backward()
-        del loss
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
     opt.step()
 
 

@@ -41,7 +41,6 @@ FIXED = sparsesam.fixed_mask("0.*")
         ({"every": "2"}, "every must be an integer"),
         ({"start": -1}, "start must be an integer of at least 0"),
         ({"start": 0.5}, "start must be an integer"),
-        ({"off_steps": "jump"}, "off_steps must be"),
         ({"ascent_fraction": 0}, r"ascent_fraction must be in \(0, 1\], got 0"),
         ({"ascent_fraction": 1.5}, "ascent_fraction must be"),
         ({"ascent_fraction": "half"}, "ascent_fraction must be .* got half"),

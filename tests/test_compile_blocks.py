@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch.nn import functional as F
 
 import sparsesam
 from sparsesam.lab.models import resnet18
+from sparsesam.replay import Tape
 from tests import cases
-from tests.cases import in_two_phases, with_closure
+from tests.cases import by_minimize, in_two_phases, with_closure
 
 BACKEND = "aot_eager"
 
@@ -62,10 +64,6 @@ def as_children(model):
     for place in range(1, 4):
         model[place] = torch.compile(model[place], backend=BACKEND)
     return model
-
-
-def by_minimize(opt, model, x, y):
-    opt.minimize(lambda: F.cross_entropy(model(x), y))
 
 
 def graphs():
@@ -171,6 +169,105 @@ def test_compiling_unrelated_model_is_unaffected():
             F.cross_entropy(other(x), y).backward()
             counts.append(graphs())
     assert counts == [1, 1, 1]
+
+
+# ---- what the tape sees of compiled code ---------------------------------------------------------------------------
+
+
+class Kind(Block):
+    def __init__(self, kind):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16) if kind == "statistics" else nn.LayerNorm(16)
+        self.dropout, self.kind = nn.Dropout(0.2 if kind == "dropout" else 0.0), kind
+
+    def forward(self, x):
+        if self.kind == "graph break":
+            torch._dynamo.graph_break()
+        return self.dropout(super().forward(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "reused"), [("plain", 3), ("graph break", 3), ("dropout", 1), ("statistics", 3)])
+def test_compiled_block_is_one_operation(kind, reused):
+    """Blocks that draw random numbers run again; the linear layer before them is reused."""
+    found = []
+    for engine in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), Kind(kind), Kind(kind), nn.Linear(8, 3)).double()
+        opt, _ = train(sparsesam.compile_blocks(model), by_minimize, mask=sparsesam.fixed_mask("3.*"), engine=engine)
+        found.append(list(model.state_dict().values()))
+        assert opt.savings().reused >= reused - 1 if engine else opt.savings().reused == 0
+    assert cases.same_bits(*found)
+
+
+def ones(dtype=torch.float64):
+    return torch.ones(6, dtype=dtype)
+
+
+STATISTICS = {  # s before the first step, its update by x, and whether the compiled code is reused
+    "strided": (lambda: torch.ones(12, dtype=torch.float64)[::2], lambda s, x: s.mul_(0.9).add_(x), True),
+    "counted": (lambda: ones(torch.int64), lambda s, x: s.add_(1), True),
+    "rounded once": (lambda: ones(torch.bfloat16), lambda s, x: s.mul_(0.9).add_(x.bfloat16()), False),
+    "truth values": (lambda: ones(torch.bool), lambda s, x: s.add_(x > 0), False),
+    "infinite factor": (ones, lambda s, x: s.mul_(torch.inf).add_(x), False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistic_of_compiled_code(name):
+    make, update, is_reused = STATISTICS[name]
+
+    def block(x, s):
+        update(s, torch.sin(x).mean(0))
+        return torch.cos(x)
+
+    torch._functorch.config.donated_buffer = False
+    compiled = torch.compile(block, options={"wrap_inductor_compiled_regions": True})
+    ours, plain, weight = make(), make(), nn.Parameter(torch.ones(6, dtype=torch.float64))
+    x, tape = torch.randn(8, 6, dtype=torch.float64), Tape({"weight": weight}, between=False)
+    for context in (tape.recording, tape.replaying):
+        with context():
+            found = compiled(x, ours) * weight
+            found.sum().backward()
+        assert torch.equal(found, compiled(x, plain) * weight)
+        assert torch.equal(ours, plain)
+    assert tape.reused == is_reused
+
+
+def test_code_between_compiled_graphs_is_not_compiled_and_is_seen():
+    """As without a tape: the layer of torch that breaks the graph, and what is done to memory there."""
+    graphs, weight = [], nn.Parameter(torch.ones(6))
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6, momentum=None)
+
+        def forward(self, x):
+            h = torch.sin(self.norm(torch.cos(x)))
+            write_in_numpy(h)
+            return torch.exp(h)
+
+    def write_in_numpy(h):
+        torch._dynamo.graph_break()
+        h.numpy()[0] = 1.0
+
+    def backend(graph, _):
+        graphs[-1].append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    x = torch.randn(8, 6)
+    for tape in (None, Tape({"weight": weight})):
+        torch._dynamo.reset()
+        graphs.append([])
+        compiled = torch.compile(Broken(), backend=backend)
+        for context in (tape.recording, tape.replaying) if tape else (nullcontext, nullcontext):
+            with context():
+                found = compiled(x) * weight
+            assert torch.equal(found[0], torch.full((6,), torch.e))
+    assert graphs[0] == graphs[1]
 
 
 # ---- compile_blocks --------------------------------------------------------------------------------------------

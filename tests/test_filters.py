@@ -28,6 +28,8 @@ def mask_of(weight, kind):
         mask[:, ::2] = True
     elif kind == "2:4":
         mask = sparsesam.NM(2, 4).select({"w": torch.rand(weight.shape, generator=generator)})["w"]
+    elif kind == "all":
+        mask[:] = True
     elif kind == "entries":
         mask = torch.rand(weight.shape, generator=generator) < 0.5
     return mask
@@ -97,7 +99,6 @@ CASES = {
     "conv2d strided pixels, padding": lambda: image(kernel=1, stride=2, padding=1),
     "conv2d one image": lambda: convolution_case(torch.conv2d, 4, 9, 9, padding="same"),
     "conv2d no samples": lambda: convolution_case(torch.conv2d, 0, 4, 9, 9),
-    "conv2d many channels": lambda: convolution_case(torch.conv2d, 5, 80, 6, 7, kernel=(3, 2), padding=(2, 0)),
     "conv1d": lambda: convolution_case(F.conv1d, 5, 4, 9, stride=2, padding=1),
     "conv3d": lambda: convolution_case(F.conv3d, 3, 4, 5, 5, 5, padding=1),
 }
@@ -163,22 +164,6 @@ def test_only_kept_filters_are_computed(ascent, expected):
     with Calls() as calls:
         narrowed_gradients(layers, lambda: call(x, weight, bias).sum(), (x, weight))
     assert calls.made == expected
-
-
-#: of dX and dW, how many are computed by convolutions: explicit dX is that of all filters
-@pytest.mark.parametrize(
-    ("kernel", "padding", "explicit", "implicit"),
-    [((3, 3), (1, 1), 1, 0), ((1, 1), 0, 0, 0), ((3, 2), (2, 0), 1, 0), ((2, 5), "same", 1, 0), ((3, 3), 3, 2, 1)],
-)
-@pytest.mark.parametrize("ascent", ["explicit", "implicit"])
-def test_few_filters_of_large_input_need_no_convolution(kernel, padding, explicit, implicit, ascent, monkeypatch):
-    monkeypatch.setattr(filters, "LARGE", 0)
-    call, x, weight, bias = convolution_case(torch.conv2d, 5, 40, 6, 7, kernel=kernel, padding=padding)
-    with Calls() as calls:
-        narrowed_gradients(
-            FilterLayers(wanted_for(weight, ascent=ascent)), lambda: call(x, weight, bias).sum(), (x, weight)
-        )
-    assert len(calls.made) == len(x) * (explicit if ascent == "explicit" else implicit)
 
 
 def test_gradient_that_nothing_reaches():
@@ -448,16 +433,6 @@ def test_autocast(name, dtype):
     assert layers.called
 
 
-def test_autocast_keeps_weights_differentiable_for_other_uses():
-    """The cast weight that autocast keeps must have a gradient."""
-    _, x, weight, bias = linear_case(7, 8)
-    x, weight, bias = (one.detach().float().requires_grad_() for one in (x, weight, bias))
-    with FilterLayers(wanted_for(weight)), torch.autocast("cpu", dtype=torch.bfloat16):
-        F.linear(x, weight, bias)
-        assert torch.mm(x, weight).requires_grad
-        assert torch.autograd.grad(torch.mm(x.detach(), weight).sum(), weight)[0].abs().sum() > 0
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_autocast_leaves_other_dtypes(dtype):
     _, x, weight, _ = linear_case(7, 6)
@@ -471,7 +446,7 @@ def test_autocast_leaves_other_dtypes(dtype):
 
 
 @pytest.mark.parametrize(
-    ("kind", "ascent", "norm", "takes_part", "expected"),
+    ("kind", "ascent", "norm", "is_counted", "expected"),
     [
         ("filters", "explicit", "masked", True, (False, False)),
         ("filters", "explicit", "full", True, None),
@@ -483,18 +458,14 @@ def test_autocast_leaves_other_dtypes(dtype):
         ("none", "implicit-dense", "full", True, (True, True)),
         ("none", "implicit-dense", "full", False, (True, False)),
         ("entries", "implicit-dense", "masked", True, (True, True)),
+        ("all", "implicit", "masked", True, None),
     ],
 )
-def test_weight_gradient(kind, ascent, norm, takes_part, expected):
+def test_weight_gradient(kind, ascent, norm, is_counted, expected):
     weight = torch.zeros(8, 4)
     want = weight_gradient(
-        PackedMask.pack(mask_of(weight, kind)), weight, ascent=ascent, norm=norm, takes_part=takes_part
+        PackedMask.pack(mask_of(weight, kind)), weight, ascent=ascent, norm=norm, is_counted=is_counted
     )
     assert (None if want is None else (want.implicit, want.dense)) == expected
-
-
-def test_full_masks_and_vectors_need_everything():
-    full = PackedMask.pack(torch.ones(8, 4, dtype=torch.bool))
-    assert weight_gradient(full, torch.zeros(8, 4), ascent="implicit", norm="masked") is None
-    some = PackedMask.pack(torch.arange(8) < 4)
-    assert weight_gradient(some, torch.zeros(8), ascent="implicit", norm="masked") is None
+    vector = PackedMask.pack(torch.arange(8) < 4)
+    assert weight_gradient(vector, torch.zeros(8), ascent=ascent, norm=norm) is None  # biases need everything

@@ -236,7 +236,7 @@ def test_two_non_finite_gradients_leave_weights_unchanged():
 
 @pytest.mark.parametrize("engine", [True, False])
 @pytest.mark.parametrize("clears", ["before the step", "in the first pass", "never"])
-@pytest.mark.parametrize("way", ["minimize", "closure", "two phases", "two phases, narrowed"])
+@pytest.mark.parametrize("way", cases.WAYS)
 def test_gradients_outside_the_optimizer_are_those_of_the_second_pass(way, clears, engine):
     """As if there were one pass, at w + e; what the user accumulates there is kept."""
     model, x, y = cases.mlp(), *cases.vectors()
@@ -256,17 +256,7 @@ def test_gradients_outside_the_optimizer_are_those_of_the_second_pass(way, clear
     for _ in range(3):
         if clears == "before the step":
             model[0].zero_grad()
-        if way == "minimize":
-            opt.minimize(loss_of)
-        elif way == "two phases, narrowed":
-            opt.zero_grad()
-            with opt.first_pass():
-                opt.backward(loss_of())
-            with opt.perturbed():
-                loss_of().backward()
-            opt.step()
-        else:
-            cases.take_step(opt, loss_of, two_phases=way == "two phases")
+        cases.WAYS[way](opt, loss_of)
         expected = expected + seen[-1] if clears == "never" else seen[-1]
         torch.testing.assert_close(outside.grad, expected, rtol=1e-12, atol=1e-12)
     assert (opt.savings().reused > 0) is engine

@@ -39,7 +39,6 @@ def run(make=sparsesam.SAM, steps=6, **options):
         (sparsesam.SAM, {"every": 3}, [2, 1, 1, 2, 1, 1], [1, 0, 0, 1, 0, 0]),
         (sparsesam.SAM, {"start": 4}, [1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1]),
         (sparsesam.SAM, {"start": 1, "every": 2}, [1, 2, 1, 2, 1, 2], [0, 1, 0, 1, 0, 1]),
-        (sparsesam.SAM, {"start": 1, "every": 2, "off_steps": "reuse"}, [1, 2, 1, 2, 1, 2], [0, 1, 1, 1, 1, 1]),
         (sparsesam.SAM, {"mask": sparsesam.random_mask(sparsity=1.0)}, [1] * 6, [0] * 6),
         (sparsesam.MomentumSAM, {}, [1] * 6, [0, 1, 1, 1, 1, 1]),  # there is no momentum yet
         (sparsesam.ExtrapolatedSAM, {"start": 3, "every": 2}, [1] * 6, [0, 0, 0, 1, 0, 1]),
@@ -50,29 +49,6 @@ def test_passes_and_perturbed_steps(make, options, passes, is_moved):
     assert (found, [int(move.any()) for move in moves]) == (passes, is_moved)
 
 
-@pytest.mark.parametrize("mask", [None, sparsesam.fixed_mask(cases.half_masks(cases.mlp()))], ids=["all", "half"])
-def test_last_perturbation_is_reused_between_ascents(mask):
-    passes, moves = run(every=3, off_steps="reuse", mask=mask)
-    assert passes == [2, 1, 1, 2, 1, 1]
-    torch.testing.assert_close(moves[1], moves[0], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(moves[2], moves[0], rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(moves[3], moves[0])
-
-
-def test_new_mask_ends_reuse_of_last_perturbation():
-    model = cases.mlp()
-    opt = cases.ssam(model, sparsesam.random_mask(sparsity=0.5, refresh=None), every=4, off_steps="reuse")
-    closure, calls = counted(model, opt, *cases.vectors())
-    opt.step(closure)
-    opt.refresh_mask(now=True)
-    saved = [state["sparsesam_last"] for state in opt.state_dict()["state"].values()]
-    assert not any(last.any() for last in saved)  # it belonged to the old mask
-    opt.load_state_dict(opt.state_dict())  # a checkpoint does not take these zeros for a perturbation
-    calls.clear()
-    opt.step(closure)
-    assert len(calls) == 2  # an ascent of its own
-
-
 def test_masks_due_between_ascents_are_made_at_next_ascent():
     model = cases.mlp()
     opt = cases.ssam(model, sparsesam.random_mask(sparsity=0.5, refresh=2), every=3)
@@ -81,31 +57,6 @@ def test_masks_due_between_ascents_are_made_at_next_ascent():
         cases.train(model, opt, [seed])
         seen.append(opt.masks["2.weight"])
     assert [t for t in range(1, 7) if not torch.equal(seen[t], seen[t - 1])] == [3, 6]
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (sparsesam.SAM, {"every": 2}),
-        (sparsesam.SAM, {"every": 2, "off_steps": "reuse"}),
-        (sparsesam.SAM, {"start": 2}),
-        (sparsesam.MomentumSAM, {}),
-        (sparsesam.ExtrapolatedSAM, {}),
-    ],
-)
-def test_two_phase_loop_can_query_whether_first_pass_is_needed(kind, options):
-    model, twin = cases.mlp(), cases.mlp()
-    opt, other = (kind(cases.sgd(m), m, 0.2, **options) for m in (model, twin))
-    cases.train(twin, other, range(5))
-    for seed in range(5):
-        x, y = cases.vectors(seed=seed)
-        opt.zero_grad()
-        if opt.needs_first_pass:
-            F.cross_entropy(model(x), y).backward()
-        with opt.perturbed():
-            F.cross_entropy(model(x), y).backward()
-        opt.step()
-    assert cases.same_state(model, twin)
 
 
 def test_schedule_sets_rho_from_its_first_value():

@@ -58,62 +58,89 @@ def test_operation_with_the_same_inputs_is_not_computed_again():
     assert tape.ended == "aten.mul.Tensor reads w, which is perturbed"
 
 
-def test_output_that_died_is_computed_again():
-    _, _, tape, seen = passes(lambda: torch.exp(torch.sin(X.detach())) * W)
-    assert "sin" in seen
-    assert tape.reused == 1  # exp, which the product needs
+@torch.library.custom_op("sparsesam_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
 
 
-def test_view_of_a_perturbed_weight_does_not_end_the_tape():
-    _, _, tape, _ = passes(lambda: (W[:2], torch.exp(X) * W)[1])
-    assert tape.reused == 1
+def inference_tensor():
+    with torch.inference_mode():
+        return torch.ones(3, dtype=torch.float64)
 
 
-def test_weight_that_shares_memory_with_a_perturbed_one_is_perturbed():
-    alias = W.detach().view(3)
-    _, _, tape, _ = passes(lambda: torch.exp(X) * alias)
-    assert tape.ended == "aten.mul.Tensor reads w, which is perturbed"
+def filled_outside_of_torch(value, zeros=torch.zeros):
+    filled = zeros(3, dtype=torch.float64)
+    with torch._C.DisableTorchFunction():  # as an extension does
+        filled.numpy().fill(value)
+    return filled
 
 
-def test_host_input_is_compared_by_its_bits():
-    values = iter([0.0, -0.0])
-    first, second, tape, _ = passes(lambda: torch.exp(1 / torch.tensor(next(values))) * W.sum())
-    assert (first.item(), second.item()) == (float("inf"), 0.0)
-    assert tape.reused == 0
-    assert tape.ended == "aten.reciprocal.default has another input"
+def body_weight():
+    return nn.Parameter(torch.ones(3, dtype=torch.float64))
 
 
-def test_equal_host_input_in_other_memory_is_the_same_input():
-    _, _, tape, _ = passes(lambda: torch.exp(X.detach().clone().requires_grad_() * torch.tensor([1.0, 2.0, 3.0])) * W)
-    assert tape.reused == 2  # the product and its exponential
+def scaled_by(first, second, read):
+    """A function whose calls read these values."""
+    values = iter([first, second])
+    return lambda: read(next(values)) * W
 
 
-@pytest.mark.parametrize("scale", [(0.0, -0.0), (2, 2.0)], ids=str)
-def test_numbers_are_compared_by_type_and_sign(scale):
-    values = iter(scale)
-    _, _, tape, _ = passes(lambda: torch.add(torch.exp(X), X, alpha=next(values)) * W)
-    assert tape.reused == 1
-    assert tape.ended == "aten.add.Tensor has other arguments"
+def with_body(write):
+    """A function that reads a weight which is not perturbed, and then writes to it."""
+    body = body_weight()
+    return lambda: (torch.exp(torch.sin(X) * body) * W, write(body))[0]
 
 
-def test_weight_is_compared_by_version():
-    body = nn.Parameter(torch.ones(3, dtype=torch.float64))
+READS, OTHER = "aten.mul.Tensor reads w, which is perturbed", "aten.mul.Tensor has another input"
+PLAIN = "is not a plain operation of aten or prims"
+#: functions, the operations of the first pass that the second reuses, and where that ends
+FUNCTIONS = {
+    "output that died": (lambda: torch.exp(torch.sin(X.detach())) * W, 1, READS),
+    "view of a perturbed weight": (lambda: (W[:2], torch.exp(X) * W)[1], 1, READS),
+    "memory shared with a perturbed weight": (lambda: torch.exp(X) * W.detach().view(3), 1, READS),
+    "equal input in other memory": (lambda: torch.exp(X * torch.tensor([1.0, 2.0, 3.0])) * W, 1, READS),
+    "-0.0 after 0.0": (
+        *(scaled_by(0.0, -0.0, lambda v: torch.exp(1 / torch.tensor(v))), 0),
+        "aten.reciprocal.default has another input",
+    ),
+    **{
+        f"alpha {pair}": (
+            *(scaled_by(*pair, lambda v: torch.add(torch.exp(X), X, alpha=v)), 1),
+            "aten.add.Tensor has other arguments",
+        )
+        for pair in ((0.0, -0.0), (2, 2.0))
+    },
+    "filled outside of torch": (scaled_by(1, 2, lambda v: torch.exp(X * filled_outside_of_torch(v))), 0, OTHER),
+    "weight with another version": (with_body(lambda body: body.detach().mul_(2)), 1, OTHER),
+    "weight written through data": (with_body(lambda body: body.data.mul_(2)), 1, OTHER),
+    "custom operator": (lambda: doubled(torch.exp(X).detach()), 0, f"sparsesam_tests.doubled.default {PLAIN}"),
+    "function transform": (lambda: torch.vmap(torch.sin)(torch.exp(X)) * W, 1, "a function transform"),
+    "sparse tensor": (
+        *(lambda: torch.exp(X).detach().to_sparse().to_dense() * W, 0),
+        "aten._to_dense.default reads a tensor that is not plain",
+    ),
+    "set_": (lambda: X.new_empty(0).set_(torch.exp(X.detach())) * W, 1, f"aten.set_.source_Tensor {PLAIN}"),
+    "inference tensor": (
+        *(lambda: torch.exp(X).detach() * inference_tensor() + W.detach(), 1),
+        "aten.mul.Tensor reads a tensor that is not plain",
+    ),
+}
 
-    def function():
-        out = torch.exp(torch.sin(X) * body) * W
-        with torch.no_grad():
-            body.mul_(2)
-        return out
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_reused_and_where_it_ends(name):
+    function, reused, ended = FUNCTIONS[name]
     _, _, tape, _ = passes(function)
-    assert tape.ended == "aten.mul.Tensor has another input"
-    assert tape.reused == 1
+    assert (tape.reused, tape.ended) == (reused, ended)
 
 
-def test_write_through_data_of_a_weight_is_counted():
-    body = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    first, second, _, _ = passes(lambda: (torch.exp(X * body) * W, body.data.mul_(2))[0])
-    assert not torch.equal(first, second)
+def test_function_that_computes_something_else_is_not_given_its_first_result():
+    for first, second, _, _ in (
+        passes(scaled_by(0.0, -0.0, lambda v: torch.exp(1 / torch.tensor(v)))),
+        passes(scaled_by(1, 2, lambda v: torch.exp(X * filled_outside_of_torch(v)))),
+        passes(with_body(lambda body: body.data.mul_(2))),
+    ):
+        assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("write", [lambda h: h.mul_(2), lambda h: h.data.mul_(2), lambda h: h.detach()[:1].zero_()])
@@ -210,13 +237,6 @@ def test_write_in_the_second_pass_through_memory_given_away_after_the_frontier_i
     assert torch.equal(first, second)
 
 
-def test_weight_written_through_data_between_the_passes_is_noticed():
-    body = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    first, second, tape, _ = passes(lambda: torch.exp(X * body) * W, between=True, gap=lambda: body.data.mul_(2))
-    assert not torch.equal(first, second)
-    assert tape.reused == 0
-
-
 def test_random_operation_needs_its_state_and_leaves_the_state_it_left():
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -247,48 +267,6 @@ def test_statistics_of_a_reused_batch_norm_move_as_in_a_plain_pass():
         plain(x)
         assert "native_batch_norm" not in seen
         assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True))
-
-
-def test_memory_filled_outside_of_torch_is_compared_by_its_bits():
-    calls = [0]
-
-    def function():
-        calls[0] += 1
-        filled = torch.zeros(3, dtype=torch.float64)
-        with torch._C.DisableTorchFunction():  # as an extension does
-            filled.numpy().fill(calls[0])
-        return torch.exp(X * filled) * W
-
-    first, second, tape, _ = passes(function)
-    assert not torch.equal(first, second)
-    assert tape.ended == "aten.mul.Tensor has another input"
-
-
-@torch.library.custom_op("sparsesam_tests::doubled", mutates_args=())
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        (lambda h: doubled(h), "sparsesam_tests.doubled.default is not a plain operation of aten or prims"),
-        (lambda h: torch.vmap(torch.sin)(h), "a function transform"),
-        (lambda h: h.detach().to_sparse().to_dense(), "aten._to_dense.default reads a tensor that is not plain"),
-        (lambda h: torch.empty(0, dtype=h.dtype).set_(h.detach()), "aten.set_.source_Tensor is not a plain"),
-    ],
-)
-def test_what_ends_the_tape(function, why):
-    first, second, tape, _ = passes(lambda: function(torch.exp(X).detach()) + torch.exp(X) * W)
-    assert torch.equal(first, second)
-    assert tape.ended.startswith(why)
-
-
-def test_inference_tensor_ends_the_tape():
-    with torch.inference_mode():
-        tensor = torch.ones(3, dtype=torch.float64)
-    _, _, tape, _ = passes(lambda: (torch.exp(X).detach() * tensor) + W.detach())
-    assert tape.ended == "aten.mul.Tensor reads a tensor that is not plain"
 
 
 def test_tape_starts_with_the_forward_of_the_given_module():
@@ -460,7 +438,7 @@ def test_interruption_at_any_line_leaves_no_mode_on_torchs_stacks():
     opt = sparsesam.SSAM(base, model, mask=sparsesam.fixed_mask("2.*"), norm="masked")
     for line in itertools.count(1):
         try:
-            with interrupted_at_line(line, files=("replay.py", "savings.py")):
+            with interrupted_at_line(line, files=("replay.py", "savings.py", "filters.py")):
                 opt.minimize(lambda: model(x).square().sum())
         except KeyboardInterrupt:
             assert stacks() == (0, 0), line

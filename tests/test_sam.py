@@ -121,34 +121,8 @@ def loss_of(model, x, y):
     return F.cross_entropy(model["head"](model["body"](x).flatten(1)), y)
 
 
-def by_minimize(opt, model, x, y):
-    return opt.minimize(lambda: loss_of(model, x, y))
-
-
-def by_closure(opt, model, x, y):
-    return opt.step(cases.closure_of(opt, lambda: loss_of(model, x, y)))
-
-
-def in_two_phases(opt, model, x, y, *, narrows=True):
-    opt.zero_grad()
-    losses = []
-    if opt.needs_first_pass:
-        with opt.first_pass():
-            losses.append(loss_of(model, x, y))
-            opt.backward(losses[0]) if narrows else losses[0].backward()
-    with opt.perturbed():
-        losses.append(loss_of(model, x, y))
-        losses[-1].backward()
-    opt.step()
-    return losses[0].detach()
-
-
-WAYS = {
-    "minimize": by_minimize,
-    "closure": by_closure,
-    "two phases": in_two_phases,
-    "two phases, every gradient": partial(in_two_phases, narrows=False),
-}
+def take_step(way, opt, model, x, y):
+    return cases.WAYS[way](opt, lambda: loss_of(model, x, y))
 
 
 def method(kind, *values, base=cases.sgd, **options):
@@ -166,7 +140,6 @@ OPTIMIZERS = {
     "half": lambda model: cases.ssam(model, cases.half_masks(model)),
     "SSAM-D": lambda model: cases.ssam(model, sparsesam.dynamic_mask(sparsity=0.5, refresh=2)),
     "every other step": partial(cases.ssam, every=2),
-    "every other step, reuse": partial(cases.ssam, every=2, off_steps="reuse"),
     "from the third step": partial(cases.ssam, start=2),
     "MomentumSAM": method(sparsesam.MomentumSAM),
     "ExtrapolatedSAM": method(sparsesam.ExtrapolatedSAM, 3.0),
@@ -185,11 +158,11 @@ def trained(make, way):
     model = parts()
     opt = make(model)
     torch.manual_seed(1)
-    losses = [WAYS[way](opt, model, *cases.images(dtype=torch.float64, seed=seed)) for seed in range(5)]
+    losses = [take_step(way, opt, model, *cases.images(dtype=torch.float64, seed=seed)) for seed in range(5)]
     return opt, [*model.state_dict().values(), *losses, torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("way", list(WAYS)[1:])
+@pytest.mark.parametrize("way", list(cases.WAYS)[1:])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_all_ways_give_the_same_bits(name, way):
     _, expected = trained(OPTIMIZERS[name], "minimize")
@@ -197,7 +170,7 @@ def test_all_ways_give_the_same_bits(name, way):
     assert cases.same_bits(found, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("options", [{}, {"norm": "full"}, {"every": 2}], ids=str)
 def test_leaving_out_work_changes_no_bit(way, options):
     (opt, found), (other, expected) = (
@@ -226,7 +199,7 @@ def test_functions_are_called_once_per_pass(name, way):
     for seed in range(4):
         calls.clear()
         expected = [False, True] if opt.needs_first_pass else [False]
-        WAYS[way](opt, model, *cases.images(dtype=torch.float64, seed=seed))
+        take_step(way, opt, model, *cases.images(dtype=torch.float64, seed=seed))
         assert calls == expected
 
 
@@ -330,7 +303,7 @@ def traces(model):
     return hooks, gradient_hooks, [sorted(names) for names in held], modes
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("failing_pass", [1, 2])
 @pytest.mark.parametrize("name", ["SAM", "last layer", "half", "GSAM"])
@@ -338,7 +311,7 @@ def test_nothing_of_ours_stays_after_a_step(name, failing_pass, error, way):
     model = parts()
     opt = OPTIMIZERS[name](model)
     x, y = cases.images(dtype=torch.float64)
-    WAYS[way](opt, model, x, y)
+    take_step(way, opt, model, x, y)
     before, weights = traces(model), cases.weights_of(model)
     twin, other = copy.deepcopy((model, opt))
     calls = []
@@ -350,7 +323,7 @@ def test_nothing_of_ours_stays_after_a_step(name, failing_pass, error, way):
 
     handle = model["head"].register_forward_hook(fail)
     try:
-        WAYS[way](opt, model, x, y)
+        take_step(way, opt, model, x, y)
     except (ZeroDivisionError, KeyboardInterrupt):
         assert cases.same_bits(weights, cases.weights_of(model))
     handle.remove()
@@ -358,7 +331,7 @@ def test_nothing_of_ours_stays_after_a_step(name, failing_pass, error, way):
     if error is not None:  # the next step is that of a run without the error
         for one, of in ((opt, model), (other, twin)):
             torch.manual_seed(5)
-            WAYS[way](one, of, x, y)
+            take_step(way, one, of, x, y)
         assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
 
 
@@ -375,10 +348,10 @@ def test_few_files_of_ours_are_entered():
 
         batch = cases.images(dtype=torch.float64)
         for _ in range(2):
-            by_minimize(opt, model, *batch)
+            take_step("minimize", opt, model, *batch)
         sys.setprofile(note)
         try:
-            by_minimize(opt, model, *batch)
+            take_step("minimize", opt, model, *batch)
         finally:
             sys.setprofile(None)
         return sorted(seen)

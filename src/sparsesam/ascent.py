@@ -21,8 +21,8 @@ from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
-from sparsesam.options import Ascent, AscentScope, OffSteps, Options
-from sparsesam.perturbation import Norm, Perturbation, Radius, Target, entries_of, is_usable
+from sparsesam.options import Ascent, AscentScope, Options
+from sparsesam.perturbation import Norm, Perturbation, Radius, Target, is_usable
 from sparsesam.savings import Shortcuts
 from sparsesam.schedules import RhoSchedule
 from sparsesam.utils.restore import RNGSnapshot, Snapshot
@@ -36,12 +36,6 @@ class Phase(enum.Enum):
     READY = enum.auto()  # weights are at w again, gradients are those at w + e
 
 
-class StepKind(enum.Enum):
-    ASCEND = enum.auto()
-    REUSE = enum.auto()  # one pass, at w + the last e
-    PLAIN = enum.auto()  # one pass, at w
-
-
 #: By parameter name; None: the whole parameter is perturbed.
 Masks = dict[str, PackedMask | None]
 
@@ -49,11 +43,12 @@ Masks = dict[str, PackedMask | None]
 class Step:
     """The state of one step: made at its beginning, dropped at its end.
 
-    ``first_passes`` is the number of passes before the last; ``params`` are perturbed under ``masks`` (None: whole).
+    A step that does not ``ascend`` has one pass, at w. ``first_passes`` is the number of passes before the last;
+    ``params`` are perturbed under ``masks`` (None: whole).
     """
 
-    def __init__(self, kind: StepKind, first_passes: int, params: PerturbedParams) -> None:
-        self.kind, self.first_passes, self.params = kind, first_passes, params
+    def __init__(self, ascends: bool, first_passes: int, params: PerturbedParams) -> None:
+        self.ascends, self.first_passes, self.params = ascends, first_passes, params
         self.masks: Masks = {}
         self.shortcuts: Shortcuts | None = None
         self.phase: Phase | None = None
@@ -91,18 +86,15 @@ class PerturbingOptimizer(OptimizerWrapper):
             masked weights of linear and convolution layers, dX = dY · (W ⊙ m); ``"implicit-dense"`` does only that and
             perturbs every weight along the result (the paper's form).
         rho_schedule: a function of the step that returns a factor on each group's initial rho, such as `Cosine`.
-        every: ascend in every k-th step.
-        off_steps: what the other steps do: ``"skip"``, the base optimizer's step; ``"reuse"``, one pass at w + the
-            last e.
+        every: ascend in every k-th step; the others are steps of the base optimizer.
         start: the first step that ascends, counted from 0.
         ascent_fraction: ascend along the gradient of this part of the batch; needs ``batch=…``.
         ascent_scope: with DistributedDataParallel, ascend along the gradient averaged over all ranks, ``"global"``, or
             along each rank's own, ``"local"`` (m-sharpness), which is sent only in steps that make a mask from it.
         engine: ``False`` runs two plain passes; the result is the same.
         ascent_steps: ascend in n steps of length rho / n, each along the gradient where the last one led; a step then
-            has n + 1 passes and needs `minimize` or a closure, without ``off_steps="reuse"``, ``ascent_scope="local"``
-            or an implicit ascent. (Foret et al. 2021 project instead on a ball of radius
-            rho, optax takes n steps of length rho.)
+            has n + 1 passes and needs `minimize` or a closure, without ``ascent_scope="local"`` or an implicit ascent.
+            (Foret et al. 2021 project instead on a ball of radius rho, optax takes n steps of length rho.)
         radius: where the norm is taken. ``"global"``: ||e|| = rho. ``"layer"``: e = rho * T² g / ||T g|| in every
             parameter tensor. ``"element"``: e = rho * T sign(g), the L-infinity form of SAM-ON's ablations (Müller et
             al. 2023), which needs a much smaller rho.
@@ -161,7 +153,6 @@ class PerturbingOptimizer(OptimizerWrapper):
         ascent: Ascent = "explicit",
         rho_schedule: RhoSchedule | None = None,
         every: int = 1,
-        off_steps: OffSteps = "skip",
         start: int = 0,
         ascent_fraction: float = 1.0,
         ascent_scope: AscentScope = "global",
@@ -175,7 +166,6 @@ class PerturbingOptimizer(OptimizerWrapper):
             ascent=ascent,
             rho_schedule=rho_schedule,
             every=every,
-            off_steps=off_steps,
             start=start,
             ascent_fraction=ascent_fraction,
             ascent_scope=ascent_scope,
@@ -186,10 +176,9 @@ class PerturbingOptimizer(OptimizerWrapper):
         self.options.check_method(type(self).__name__, self.passes(), self.refused)
         self.options.check_model(model)
         self.options.check_mask(mask)
-        kinds = {**self.saved_tensors, **({"last": "kept"} if off_steps == "reuse" else {})}
         forms = {"whole"} | ({"normed"} if norm == "full" else set())
-        whole = {kind for kind, form in kinds.items() if form in forms or ascent == "implicit-dense"}
-        own = OwnState(MaskState(mask), {kind: {} for kind in kinds}, frozenset(whole))
+        whole = frozenset(kind for kind, form in self.saved_tensors.items() if form in forms)
+        own = OwnState(MaskState(mask), {kind: {} for kind in self.saved_tensors}, whole)
         options = {"rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
         super().__init__(base, model, own, options)
 
@@ -238,25 +227,19 @@ class PerturbingOptimizer(OptimizerWrapper):
         """||g|| of the last ascent, as ``norm`` and ``adaptive`` define it; None before the first."""
         return None if self._last_norm is None else float(self._last_norm)
 
-    def _kind_of(self, step: int) -> StepKind:
-        """Returns the kind of step 0, 1, 2, …"""
-        options = self.options
-        if step >= options.start and (step - options.start) % options.every == 0:
-            return StepKind.ASCEND
-        if step < options.start or options.off_steps == "skip":
-            return StepKind.PLAIN
-        # There is no last perturbation yet, or a new mask dropped it.
-        return StepKind.REUSE if self.own.tensors["last"] else StepKind.ASCEND
+    def _ascends(self, step: int) -> bool:
+        """Whether step 0, 1, 2, … ascends."""
+        return step >= self.options.start and (step - self.options.start) % self.options.every == 0
 
     @property
     def needs_first_pass(self) -> bool:
         """Whether the next step needs a gradient at w before ``perturbed()``."""
-        return self._kind_of(self.steps) is StepKind.ASCEND and self.passes() > 1
+        return self._ascends(self.steps) and self.passes() > 1
 
     @property
     def is_one_pass(self) -> bool:
         """Whether the next step has only one pass, at w + e."""
-        return not self.needs_first_pass and self._kind_of(self.steps) is not StepKind.PLAIN
+        return self._ascends(self.steps) and self.passes() == 1
 
     @property
     def is_perturbed(self) -> bool:
@@ -301,8 +284,18 @@ class PerturbingOptimizer(OptimizerWrapper):
             raise RuntimeError("load_state_dict() inside a pass would lose the weights w; call it after the step")
         super().load_state_dict(state_dict)
 
+    @property
+    def train(self) -> Callable[[], None]:
+        """The base optimizer's own ``train()``, where it has one (schedule-free optimizers)."""
+        return self._mode("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The base optimizer's own ``eval()``, where it has one (schedule-free optimizers)."""
+        return self._mode("eval")
+
     def _mode(self, name: str) -> Callable[[], None]:
-        switch = super()._mode(name)
+        switch: Callable[[], None] = getattr(self.base, name)  # so that hasattr(opt, "train") is that of the base
         # A trainer may call train() before every pass: then nothing changes.
         is_there = all(group.get("train_mode") is (name == "train") for group in self.param_groups)
         if self.is_perturbed and not is_there:
@@ -338,7 +331,7 @@ class PerturbingOptimizer(OptimizerWrapper):
                 {p.name: p.parameter for p in params},
                 self.own.masks.generator,
                 self.steps,
-                directions=self._directions(params) if self.own.masks.needs_gradient else {},
+                directions=self._local(self.direction(params), params) if self.own.masks.needs_gradient else {},
                 previous=self.own.masks.masks,
                 batch=batch,
                 shards=params.shards,
@@ -352,14 +345,7 @@ class PerturbingOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def _ascend(self, step: Step, batch: Any) -> None:
         """Move the weights to w + e, after refreshing a mask that is made from the gradient."""
-        if step.kind is StepKind.PLAIN:
-            return
-        if step.kind is StepKind.REUSE:
-            last = self.own.tensors["last"]
-            targets = [self.target(step, p, p.parameter) for p in step.params if p.name in last]
-            saved = [entries.clone() for entries in entries_of(targets)]
-            e = [last[target.name].to(w).view(w.shape) for target, w in zip(targets, saved, strict=True)]
-            self._perturbation.move_to(targets, torch._foreach_add(saved, e), saved=saved)
+        if not step.ascends:
             return
         if self.options.is_implicit and not self._refresh_due(step.params):
             if step.shortcuts is None:
@@ -385,7 +371,7 @@ class PerturbingOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def ascend(self, step: Step) -> None:
         """Move the weights by e along `direction`."""
-        directions = self._directions(step.params)
+        directions = self._local(self.direction(step.params), step.params)
         targets = [self.target(step, p, directions[p.name]) for p in step.params if p.name in directions]
         if not self._moves(step) or (step.params.shards is None and all(t.is_unmoved for t in targets)):
             self.own.counters.skipped_ascents += self._moves(step)  # weights are to be moved, and have no gradient
@@ -404,16 +390,11 @@ class PerturbingOptimizer(OptimizerWrapper):
                     "opt.skipped_ascents. Expected at times with a GradScaler; otherwise lower the learning rate."
                 )
             return
-        keeps = "last" in self.own.tensors
-        before = [entries.clone() for entries in entries_of(targets)] if keeps else []
         if radius == "global":
             self._perturbation.move(targets, norm)
         else:  # norm / norm is 1, or NaN where a device's norm is not usable: then nothing moves
             self._perturbation.set_radius(targets, radius, self.options.norm, shards)
             self._perturbation.move(targets, norm / norm, times=1 if radius == "element" else 2)
-        if keeps:
-            e = torch._foreach_sub(entries_of(targets), before)
-            self.own.tensors["last"] = dict(zip([target.name for target in targets], e, strict=True))
 
     def target(self, step: Step, param: PerturbedParam, direction: Tensor) -> Target:
         mask = None if self.options.ascent == "implicit-dense" else step.masks[param.name]
@@ -422,9 +403,8 @@ class PerturbingOptimizer(OptimizerWrapper):
         rho = rho / step.first_passes if step.first_passes > 1 else rho
         return Target(param.name, weight, direction, mask, rho, param.eta, param.layerwise)
 
-    def _directions(self, params: PerturbedParams) -> dict[str, Tensor]:
-        """Returns the directions as dense tensors, or this rank's parts of them."""
-        found = self.direction(params)
+    def _local(self, found: dict[str, Tensor], params: PerturbedParams) -> dict[str, Tensor]:
+        """Returns directions as dense tensors, or this rank's parts of them."""
         if params.shards is not None:
             found = {p.name: local_part(found[p.name], p.parameter) for p in params if p.name in found}
         return {name: g.to_dense() if g.is_sparse else g for name, g in found.items()}

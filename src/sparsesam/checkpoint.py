@@ -127,11 +127,10 @@ class OwnState:
         )
 
     def refresh(self, context: ScoreContext) -> None:
-        """Make new masks. Kept entries follow them, with zeros where only the new one keeps; the last e is dropped."""
+        """Make new masks. Kept entries follow them, with zeros where only the new one keeps."""
         old = self.masks.masks or {}
         self.masks.refresh(context)
         new = self.masks.masks or {}
-        self.tensors.get("last", {}).clear()
         for kind in self.tensors.keys() - self.whole:
             self.tensors[kind] = {
                 name: kept_entries(put_entries(torch.zeros_like(w), old.get(name), entries), new.get(name)).clone()

@@ -28,7 +28,6 @@ from torch.overrides import TorchFunctionMode
 
 from sparsesam.masks.packed import PackedMask
 from sparsesam.semi_structured import input_gradient
-from sparsesam.utils.convolutions import expand_arguments
 
 
 @dataclass(frozen=True)
@@ -41,25 +40,18 @@ class WeightGradient:
 
 
 def weight_gradient(
-    mask: PackedMask, weight: Tensor, *, ascent: str, norm: str, takes_part: bool = True
+    mask: PackedMask, weight: Tensor, *, ascent: str, norm: str, is_counted: bool = True
 ) -> WeightGradient | None:
     """Returns how a layer can compute its gradients at lower cost; None: it cannot.
 
-    ``takes_part``: the optimizer perturbs this weight, unless the mask is empty.
+    ``is_counted``: the weight belongs to a group that is perturbed, so that its gradient counts in the norm.
     """
     if mask.is_full or weight.dim() < 2:
         return None
     if ascent == "explicit" and (mask.rows is None or norm == "full" or weight.is_complex()):
         return None
-    dense = takes_part and (ascent == "implicit-dense" or (mask.is_empty and norm == "full"))
+    dense = is_counted and (ascent == "implicit-dense" or (mask.is_empty and norm == "full"))
     return WeightGradient(mask, implicit=ascent != "explicit", dense=dense)
-
-
-@dataclass
-class Switch:
-    """On while the backward of the ascent runs."""
-
-    on: bool = False
 
 
 class FilterLayers(TorchFunctionMode):
@@ -74,16 +66,16 @@ class FilterLayers(TorchFunctionMode):
         super().__init__()
         self.called: set[int] = set()
         self._wanted = {id(weight): (want, weight) for weight, want in wanted.items()}  # keeps weights and so ids alive
-        self._switch = Switch()
+        self.is_narrow = False  # while the backward of the ascent runs
 
     @contextmanager
     def narrowed(self) -> Iterator[None]:
         """In the block, a backward, and what is differentiated within it, computes only what the ascent needs."""
-        self._switch.on = True
+        self.is_narrow = True
         try:
             yield
         finally:
-            self._switch.on = False
+            self.is_narrow = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,7 +86,7 @@ class FilterLayers(TorchFunctionMode):
             want, _ = self._wanted.get(id(weight), (None, None))
             if want is not None and _is_plain_call(func, (*args, *kwargs.values())):
                 self.called.add(id(weight))
-                return LAYERS[func](want, self._switch, *args, **kwargs)
+                return LAYERS[func](self, want, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -134,8 +126,8 @@ class _Call:
 
     function: Callable[..., Tensor]
     parameter: Tensor
+    layers: FilterLayers
     want: WeightGradient
-    switch: Switch
     geometry: tuple[Any, ...] = ()
 
     def plain(self, dy: Tensor, weight: Tensor, x: Tensor, need: tuple[bool, ...]) -> Gradients:
@@ -175,48 +167,21 @@ class _Call:
             dx, dw, _ = self.plain(dy, weight, x, (need_x and mask is None, need_w, False))
             return input_gradient(dy, weight, mask) if need_x and mask is not None else dx, dw
         weight = weight if mask is None else weight * mask.unpack(weight.device)
-        count, gradients = max(1, len(x)), self.plain
+        count = max(1, len(x))
         if x.device.type == "cpu" and x.nbytes > LARGE and x.dtype in (torch.float32, torch.float64):
             # oneDNN copies x, dY and dX into its own layout. glibc returns buffers of that size to the system after
             # each call, and the page faults of the next call may take as long as the product itself.
             count = max(1, LARGE // 2 * len(x) // x.nbytes)
-            if _has_few_windows(self.geometry, weight, x):
-                count, gradients = 4, partial(_window_gradients, self.geometry[1])
         dx, dw = torch.empty_like(x) if need_x and count < len(x) else None, None
         for place in range(0, max(1, len(x)), count):
             at = slice(place, place + count)
-            dx_part, dw_part, _ = gradients(dy[at], weight, x[at], (need_x, need_w, False))
+            dx_part, dw_part, _ = self.plain(dy[at], weight, x[at], (need_x, need_w, False))
             if dx is None or dx_part is None:
                 dx = dx_part
             else:
                 dx[at] = dx_part
             dw = dw_part if dw is None or dw_part is None else dw.add_(dw_part)
         return dx, dw
-
-
-def _has_few_windows(geometry: tuple[Any, ...], weight: Tensor, x: Tensor) -> bool:
-    """Whether the windows of dY take no more memory than a large x, so that matrix products with them are faster.
-
-    oneDNN takes as long for one filter as for sixteen.
-    """
-    stride, padding, dilation, groups = geometry
-    is_plain = groups == 1 and weight.dim() == 4 and {*stride, *dilation} == {1} and x.is_contiguous()
-    fits = all(pad < size for pad, size in zip(padding, weight.shape[2:], strict=True))
-    return is_plain and fits and weight[:, 0].numel() <= x.shape[1]
-
-
-def _window_gradients(padding: list[int], dy: Tensor, weight: Tensor, x: Tensor, need: tuple[bool, ...]) -> Gradients:
-    """dX = Wᵀ · windows and dW = windows · xᵀ; a window has the outputs that one input pixel contributes to."""
-    filters, channels, height, width = weight.shape
-    top, left = height - 1 - padding[0], width - 1 - padding[1]
-    parts = F.pad(dy, (left, left, top, top)).unfold(2, height, 1).unfold(3, width, 1).permute(0, 1, 4, 5, 2, 3)
-    windows = parts.reshape(len(x), filters * height * width, -1)
-    matrix = weight.flip(2, 3).transpose(0, 1).flatten(1).expand(len(x), -1, -1)
-    dx = torch.bmm(matrix, windows).view_as(x) if need[0] else None
-    if not need[1]:
-        return dx, None, None
-    dw = torch.bmm(windows, x.flatten(2).transpose(1, 2)).sum(0).view(filters, height, width, channels)
-    return dx, dw.permute(0, 3, 1, 2).flip(2, 3), None
 
 
 class _Layer(torch.autograd.Function):
@@ -235,7 +200,7 @@ class _Layer(torch.autograd.Function):
             return None, None, None, None
         call: _Call = ctx.call
         x, weight = ctx.saved_tensors
-        shape, gradients = x.shape, call.narrowed if call.switch.on else call.plain
+        shape, gradients = x.shape, call.narrowed if call.layers.is_narrow else call.plain
         if not call.geometry:  # gradients of a linear layer are those of matrices
             x, dy = (one.reshape(math.prod(one.shape[:-1]), one.shape[-1]) for one in (x, dy))
         dx, dw, db = gradients(dy, weight, x, ctx.needs_input_grad[:3])
@@ -257,24 +222,46 @@ def _apply(call: _Call, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # Arguments have torch's names, because calls may pass them by keyword.
-def _linear(want: WeightGradient, switch: Switch, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _apply(_Call(F.linear, weight, want, switch), input, bias)
+def _linear(
+    layers: FilterLayers, want: WeightGradient, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    return _apply(_Call(F.linear, weight, layers, want), input, bias)
 
 
 def _convolution(
-    convolve: Callable[..., Tensor], want: WeightGradient, switch: Switch,
+    convolve: Callable[..., Tensor], layers: FilterLayers, want: WeightGradient,
     input: Tensor, weight: Tensor, bias: Tensor | None = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     is_one = input.dim() == weight.dim() - 1  # one sample without a batch dimension
-    batch, *sizes = expand_arguments(input.unsqueeze(0) if is_one else input, weight, stride, padding, dilation)
+    batch, *sizes = _expanded(input.unsqueeze(0) if is_one else input, weight, stride, padding, dilation)
     if padding == "same" and set(sizes[0]) != {1}:  # torch's error
         return convolve(input, weight, bias, stride, padding, dilation, groups)
-    y = _apply(_Call(convolve, weight, want, switch, (*sizes, groups)), batch, bias)
+    y = _apply(_Call(convolve, weight, layers, want, (*sizes, groups)), batch, bias)
     return y.squeeze(0) if is_one else y
 
 
-#: Torch functions with a narrowed backward, and what replaces each: called with the gradient that is wanted, a switch,
+def _expanded(
+    input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any
+) -> tuple[Tensor, list[int], list[int], list[int]]:
+    """The arguments of the backward kernel: the input, and stride, padding and dilation of each dimension.
+
+    With an uneven padding="same" the input has one more zero at its end, as torch adds it.
+    """
+
+    def each(option: Any) -> list[int]:
+        sizes = [option] if isinstance(option, int) else list(option)
+        return sizes * (weight.dim() - 2) if len(sizes) == 1 else sizes
+
+    if padding == "same":
+        totals = [spread * (size - 1) for size, spread in zip(weight.shape[2:], each(dilation), strict=True)]
+        padding = [total // 2 for total in totals]
+        if any(total % 2 for total in totals):
+            input = F.pad(input, [side for total in reversed(totals) for side in (0, total % 2)])
+    return input, each(stride), each(0 if padding == "valid" else padding), each(dilation)
+
+
+#: Torch functions with a narrowed backward, and what replaces each: called with the mode, the gradient that is wanted
 #: and the same arguments.
 LAYERS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _linear,

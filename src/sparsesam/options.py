@@ -15,7 +15,6 @@ from sparsesam.utils.checks import check_choice, check_count, is_within
 
 Ascent = Literal["explicit", "implicit", "implicit-dense"]
 AscentScope = Literal["global", "local"]
-OffSteps = Literal["skip", "reuse"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class Options:
     ascent: Ascent = "explicit"
     rho_schedule: RhoSchedule | None = None
     every: int = 1
-    off_steps: OffSteps = "skip"
     start: int = 0
     ascent_fraction: float = 1.0
     ascent_scope: AscentScope = "global"
@@ -40,7 +38,6 @@ class Options:
         check_choice("norm", self.norm, get_args(Norm))
         check_choice("ascent", self.ascent, get_args(Ascent))
         check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
-        check_choice("off_steps", self.off_steps, get_args(OffSteps))
         check_choice("radius", self.radius, get_args(Radius))
         check_count("ascent_steps", self.ascent_steps, "1 is SAM")
         check_count("every", self.every, "1 perturbs in every step")
@@ -59,7 +56,7 @@ class Options:
             )
         if self.is_implicit and not self.engine:
             raise ValueError(f"engine must be True with ascent={self.ascent!r}, whose gradients the engine computes")
-        for option, only in (("ascent", "explicit"), ("ascent_scope", "global"), ("off_steps", "skip")):
+        for option, only in (("ascent", "explicit"), ("ascent_scope", "global")):
             if self.ascent_steps > 1 and getattr(self, option) != only:
                 raise ValueError(
                     f"{option} must be {only!r} with ascent_steps={self.ascent_steps}, got {getattr(self, option)!r}: "
@@ -92,7 +89,7 @@ class Options:
     def check_method(self, method: str, passes: int, refused: Mapping[str, str]) -> None:
         """Raise for options that the method cannot have: those of a first pass, and ``refused``, {option: why}."""
         if passes == 1:
-            needing = ("ascent_fraction", "ascent_scope", "off_steps", "ascent", "ascent_steps")
+            needing = ("ascent_fraction", "ascent_scope", "ascent", "ascent_steps")
             refused = {**dict.fromkeys(needing, "it has no first pass"), **refused}
         defaults = {one.name: one.default for one in fields(self)}
         for option, why in refused.items():

@@ -25,7 +25,7 @@ threads, weights written through memory that was given away earlier, and how lon
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,6 +79,9 @@ class _Mode(TorchDispatchMode):
         self.is_over = False  # operations are no longer recorded or compared
         self.is_idle = False  # nor are writes counted
         self.is_busy = False  # with an operation
+
+    def begin(self, *_: Any) -> None:
+        self.has_started = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -276,7 +279,6 @@ class Tape:
         self.given_away: set[int] = set()
         self.versioned: dict[int, Tensor] = {}  # outside memory that is known by its version
         self.checksums: dict[int, int] = {}
-        self._contexts = ExitStack()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -311,21 +313,20 @@ class Tape:
             self.release()
 
     def release(self) -> None:
-        """Drops everything that is kept, and modes that Ctrl-C has left."""
-        self._contexts.close()
+        """Drops everything that is kept."""
         for held in (self.entries, self.writes, self.given_away, self.versioned, self.checksums):
             held.clear()
 
     @contextmanager
     def _active(self, mode: _Mode) -> Iterator[None]:
-        with self._contexts as contexts:
-            if self.start is not None:
-                hook = self.start.register_forward_pre_hook(lambda *_: setattr(mode, "has_started", True), prepend=True)
-                contexts.enter_context(hook)
-            if not mode.is_idle:
-                contexts.enter_context(operators.uncompiled(_Watch(mode)))
-                contexts.enter_context(mode)
-            yield
+        """Plain ``with`` statements, which Ctrl-C cannot leave half entered, as it can an ExitStack."""
+        start = nullcontext() if self.start is None else self.start.register_forward_pre_hook(mode.begin, prepend=True)
+        with start:
+            if mode.is_idle:
+                yield
+            else:
+                with operators.uncompiled(_Watch(mode)), mode:
+                    yield
 
     def outputs(self) -> list[Output]:
         return [output for entry in self.entries for output in entry.made()]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from sparsesam.ascent import PerturbingOptimizer, Phase, Step, StepKind
+from sparsesam.ascent import PerturbingOptimizer, Phase, Step
 from sparsesam.checkpoint import OwnState
 from sparsesam.distributed.ddp import refuse_join
 from sparsesam.distributed.shards import reshard
@@ -143,7 +143,7 @@ class SharpnessAware(PerturbingOptimizer):
         watched = [] if narrows or step.params.shards is not None else [p.parameter for p in step.params]
         if narrows:
             self.base.zero_grad()
-        if step.kind is StepKind.PLAIN:
+        if not step.ascends:
             last = closure(*whole)
             step.phase, step.is_empty = Phase.READY, self._found_nothing(last, OldGradient([]))
             self._combine(step)
@@ -287,8 +287,11 @@ class SharpnessAware(PerturbingOptimizer):
         self._combine(step)
 
     def _require_unchanged(self, step: Step) -> None:
-        """Use the current params and masks; raise if they need gradients that the first pass left out."""
-        params = self._perturbed_params()
+        """Use the current groups and masks; raise if they need gradients that the first pass left out.
+
+        What is trainable was settled by the first pass, also if flags were changed since.
+        """
+        params = step.params if step.params.is_current(flags=False) else self._perturbed_params()
         masks = self._masks_of(params)
         is_same = masks.keys() == step.masks.keys() and all(step.masks[name] is mask for name, mask in masks.items())
         if not step.is_complete and (not is_same or self._refresh_due(params)):
@@ -325,15 +328,15 @@ class SharpnessAware(PerturbingOptimizer):
             for group in self.param_groups:
                 self._complete(group)
                 scale_rho(group, self.rho_key, self.options.rho_schedule(self.steps + 1))
-        params, kind = self._perturbed_params(), self._kind_of(self.steps)
-        step = Step(kind, self.passes() - 1 if kind is StepKind.ASCEND else 0, params)
+        params, ascends = self._perturbed_params(), self._ascends(self.steps)
+        step = Step(ascends, self.passes() - 1 if ascends else 0, params)
         is_due = step.first_passes > 0 and self._refresh_due(params)
         if is_due and not self.own.masks.needs_gradient:
             self._refresh(params, batch)
             is_due = False
         step.masks = self._masks_of(params)
         if step.first_passes and not is_due and not self._moves(step):
-            step.kind, step.first_passes = StepKind.PLAIN, 0
+            step.ascends, step.first_passes = False, 0
         if step.first_passes and shortcuts:
             what, everything = (self.model, self._ddp, params, step.masks, self.options), self.needs_every_gradient
             records = self.steps >= self._records_from

@@ -8,7 +8,7 @@ second forward     operations before the first perturbed weight return their fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +93,6 @@ class Shortcuts:
         self.why_no_tape = why
         self.tape = None if why else Tape(moved, start=None if ddp is None else ddp.module)
         self.is_complete = True  # no gradient was left out
-        self._contexts = ExitStack()  # of the first pass
         self._by_filter = False  # of layers with kept filters, only their gradients were computed
 
     def _gradients_wanted(
@@ -110,8 +109,8 @@ class Shortcuts:
             # Only a mask of some entries, or one that stops an implicit gradient, changes a layer's backward.
             if mask is None or mask.is_full or (mask.is_empty and not options.is_implicit):
                 continue
-            takes_part = name is not None
-            want = weight_gradient(mask, parameter, ascent=options.ascent, norm=options.norm, takes_part=takes_part)
+            is_counted = name is not None
+            want = weight_gradient(mask, parameter, ascent=options.ascent, norm=options.norm, is_counted=is_counted)
             if want is not None:
                 wanted[parameter] = want
         return wanted
@@ -131,16 +130,14 @@ class Shortcuts:
             self.inputs = None
         # DistributedDataParallel would wait for the gradients that are left out.
         averages = self._ddp is not None and not is_local and (self.inputs is not None or is_implicit)
-        with self._contexts as stack:
-            if self._ddp is not None and (averages or is_local):
-                stack.enter_context(self._ddp.no_sync())
-            if self.layers is not None:
-                stack.enter_context(self.layers)
-            if is_implicit and self.layers is not None:  # asked for by name: every backward of this pass is implicit
-                stack.enter_context(self.layers.narrowed())
-            if self.tape is not None:
-                self.tape.between = between
-                stack.enter_context(self.tape.recording())
+        if self.tape is not None:
+            self.tape.between = between
+        with (
+            self._ddp.no_sync() if self._ddp is not None and (averages or is_local) else nullcontext(),
+            self.layers or nullcontext(),
+            self.layers.narrowed() if is_implicit and self.layers is not None else nullcontext(),  # in any backward
+            nullcontext() if self.tape is None else self.tape.recording(),
+        ):
             yield
         if averages and self._ddp is not None:
             average_gradients(self._ddp, self._needed)
@@ -195,8 +192,7 @@ class Shortcuts:
         return Savings(left_out, self.tape.reused, self.tape.operations, self.tape.ended)
 
     def release(self) -> bool:
-        """Drop the tape, and leave contexts that Ctrl-C has left open; returns whether recording is worthwhile."""
-        self._contexts.close()
+        """Drop the tape; returns whether recording is worthwhile."""
         if self.tape is None:
             return True
         self.tape.release()

@@ -39,7 +39,7 @@ class PerturbedParam(NamedTuple):
 
 
 class PerturbedParams:
-    """The trainable parameters of the perturbed groups; valid while `is_current`.
+    """The trainable parameters of the perturbed groups; valid while they are `is_current`.
 
     ``shards`` is their layout over the ranks; None: every rank holds whole tensors. ``renormalized`` are weights of
     embeddings with ``max_norm``: a forward rescales their rows in place, whatever the mask keeps.
@@ -58,10 +58,10 @@ class PerturbedParams:
         ]
         self.names = {param.name for param in self}
 
-    @property
-    def is_current(self) -> bool:
-        """Whether groups, their options and requires_grad flags are unchanged."""
-        return _what_it_depends_on(self._base, self._keys) == self._depends_on
+    def is_current(self, *, flags: bool = True) -> bool:
+        """Whether groups and their options are unchanged, and the requires_grad ``flags``."""
+        now, then = _what_it_depends_on(self._base, self._keys), self._depends_on
+        return now == then if flags else [group[:-1] for group in now] == [group[:-1] for group in then]
 
     def __iter__(self) -> Iterator[PerturbedParam]:
         return iter(self._params)
@@ -211,20 +211,6 @@ class OptimizerWrapper(Optimizer):
     def state(self) -> SharedState:  # type: ignore[override]
         return SharedState(self.base.state, self.own.kinds)
 
-    @property
-    def train(self) -> Callable[[], None]:
-        """The base optimizer's own ``train()``, where it has one (schedule-free optimizers)."""
-        return self._mode("train")
-
-    @property
-    def eval(self) -> Callable[[], None]:
-        """The base optimizer's own ``eval()``, where it has one (schedule-free optimizers)."""
-        return self._mode("eval")
-
-    def _mode(self, name: str) -> Callable[[], None]:
-        switch: Callable[[], None] = getattr(self.base, name)  # so that hasattr(opt, "train") is that of the base
-        return switch
-
     @inside_wrappers
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.base.add_param_group(param_group)
@@ -297,7 +283,7 @@ class OptimizerWrapper(Optimizer):
 
     def _perturbed_params(self) -> PerturbedParams:
         """Returns the parameters to perturb, after completing and checking their groups."""
-        if self._params is None or not self._params.is_current:
+        if self._params is None or not self._params.is_current():
             for group in self.param_groups:
                 self._complete(group)
             refuse_fsdp1(self._names)

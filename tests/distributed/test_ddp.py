@@ -14,34 +14,6 @@ from tests.distributed.processes import run_ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-KINDS = list(equal_runs.RULES)
-
-
-def equal_steps(rank, ranks, kinds):
-    return equal_runs.steps_of_ranks(rank, ranks, kinds, DistributedDataParallel)
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request):
-    return run_ranks(equal_steps, request.param, request.param, KINDS)
-
-
-@pytest.fixture(scope="module")
-def methods():
-    return run_ranks(equal_steps, 2, 2, list(equal_runs.METHODS))
-
-
-@pytest.mark.parametrize("kind", equal_runs.METHODS)
-def test_every_method_equals_one_process(methods, kind):
-    equal_runs.assert_equal(methods[0][kind], kind)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_equal_one_process(ranks, kind):
-    equal_runs.assert_equal(ranks[0][kind], kind)
-    for other in ranks[1:]:
-        assert cases.same_bits(other[kind][0].values(), ranks[0][kind][0].values())
-
 
 def bytes_of_a_step(model, make, rank):
     """Counted in the third step: DDP arranges its buckets in the first, masks are made there too."""

@@ -16,41 +16,12 @@ from tests.distributed.processes import run_ranks
 
 pytestmark = [pytest.mark.xdist_group("ranks"), cases.needs_fsdp2_on_a_cpu]
 
-KINDS = list(equal_runs.RULES)
-
 
 def sharded(model, ranks, **options):
     mesh = init_device_mesh("cpu", (ranks,))
     for layer in (model[0], model[2], model[5], model):
         fully_shard(layer, mesh=mesh, **options)
     return model
-
-
-def equal_steps(rank, ranks, kinds):
-    return equal_runs.steps_of_ranks(rank, ranks, kinds, lambda model: sharded(model, ranks))
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request):
-    return run_ranks(equal_steps, request.param, request.param, KINDS)
-
-
-@pytest.fixture(scope="module")
-def methods():
-    return run_ranks(equal_steps, 2, 2, list(equal_runs.METHODS))
-
-
-@pytest.mark.parametrize("kind", equal_runs.METHODS)
-def test_every_method_equals_one_process(methods, kind):
-    equal_runs.assert_equal(methods[0][kind], kind)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_equal_one_process(ranks, kind):
-    equal_runs.assert_equal(ranks[0][kind], kind)
-    kept = sum(int(mask.sum()) for mask in ranks[0][kind][1].values())
-    total = sum(mask.numel() for mask in ranks[0][kind][1].values())
-    assert all(found[kind][2] == 1 - kept / total for found in ranks)
 
 
 def gradient_outside_the_optimizer(rank, clears):

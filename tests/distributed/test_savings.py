@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsesam
+from sparsesam.replay import Tape
 from tests import cases
 from tests.cases import by_minimize, with_closure
 from tests.distributed.processes import run_ranks
@@ -207,6 +208,27 @@ def test_work_is_left_out(ranks, name):
         savings = found[name][0][1]
         assert (savings.gradients == 0) == (name in (*FULL, "implicit, closure", "local ascent, closure"))
         assert (savings.reused == 0) == (name in NOT_REUSED), savings
+
+
+def with_collective(rank):
+    x = torch.ones(2, requires_grad=True)
+    weight = nn.Parameter(torch.ones(2))
+    tape, results = Tape({"weight": weight}), []
+    for context in (tape.recording, tape.replaying):
+        with context():
+            h = torch.exp(x)
+            shared = h.detach() * (rank + 1 + len(results))
+            dist.all_reduce(shared)
+            results.append((h + shared * weight).detach())
+    return results, tape.reused, tape.ended
+
+
+def test_collectives_always_run():
+    for results, _, ended in run_ranks(with_collective, 2):
+        e = torch.exp(torch.ones(2))
+        assert torch.equal(results[0], e + e * 3)
+        assert torch.equal(results[1], e + (e * 2 + e * 3))
+        assert "c10d" in ended or "other arguments" in ended
 
 
 def joined(rank):

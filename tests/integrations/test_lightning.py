@@ -168,7 +168,6 @@ MODULES = {
     "documented": Classifier,
     "one pass": OnePass,
     "every other step": partial(Configured, mask=sparsesam.fixed_mask("4.*"), every=2),
-    "reuse": partial(Configured, mask=sparsesam.fixed_mask("4.*"), every=2, off_steps="reuse"),
     "last layer": partial(Configured, **LAST),
     "narrowing": partial(Narrowing, **LAST),
     "manual": partial(Manual, **LAST),
@@ -421,22 +420,6 @@ def test_fabric_in_two_phases_equals_plain_loop(precision):
     other = plain(twin, loader, precision=cast)
     cases.assert_close(module, twin, rtol=1e-6, atol=1e-7)
     assert opt.steps == other.steps == 10
-
-
-def test_savings_work_in_fabric_closures():
-    """Fabric adds a hook to every output, which does nothing in full precision."""
-    lightning_fabric = pytest.importorskip("lightning_fabric")
-    fabric = lightning_fabric.Fabric(accelerator="cpu")
-    weights = []
-    for engine in (True, False):
-        module = cases.mlp()
-        opt = cases.ssam(module, "4.*", engine=engine)
-        model = fabric.setup(module)
-        for _ in range(3):
-            opt.step(cases.closure_for(model, opt, *cases.vectors(), backward=fabric.backward))
-        weights.append(cases.weights_of(module))
-        assert (opt.savings().reused > 0) is engine
-    assert cases.same_bits(*weights)
 
 
 # ---- logging -----------------------------------------------------------------------------------------------------

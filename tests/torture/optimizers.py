@@ -52,17 +52,10 @@ def sam(n, t):
     n.update(n.gradient(n.w + n.e(n.gradient(n.w), 0.3)))
 
 
-def reuse(n, t):
-    if t % 2 == 0 or "last" not in n.kept:
-        n.kept["last"] = n.e(n.gradient(n.w), 0.3)
-    n.update(n.gradient(n.w + n.kept["last"]))
-
-
 EXTRAPOLATED = method(sparsesam.ExtrapolatedSAM, 0.015)
 METHODS = VARIANTS | {
     "SAM": (sam, lambda *given, **options: sparsesam.SAM(*given, 0.3, **options)),
     "SSAM": (sam, lambda *given, mask, **options: sparsesam.SSAM(*given, 0.3, mask=mask or RULES["random"], **options)),
-    "reuse": (reuse, lambda *given, **options: sparsesam.SAM(*given, 0.3, every=2, off_steps="reuse", **options)),
     "extrapolation": (extrapolated, lambda *given, norm, **options: EXTRAPOLATED(*given, **options)),
 }
 RULES = {

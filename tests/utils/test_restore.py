@@ -15,46 +15,6 @@ from tests import cases
 # ---- weights -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.5])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_weights_are_restored_when_second_pass_raises(sparsity, error):
-    model = cases.convnet()
-    opt = sparsesam.SSAM(cases.sgd(model), model, rho=5.0, mask=sparsesam.random_mask(sparsity=sparsity))
-    before = cases.weights_of(model)
-
-    def interrupt():
-        if opt.in_second_pass:
-            raise error("in the second pass")
-
-    with pytest.raises(error):
-        opt.step(cases.closure_for(model, opt, *cases.images(), then=interrupt))
-    assert cases.same_bits(before, cases.weights_of(model))
-    with pytest.raises(RuntimeError, match="needs a gradient"):
-        opt.step()
-    cases.train(model, opt, range(1), batch=cases.images)  # and training continues
-
-
-@pytest.mark.parametrize("after", range(6))
-def test_weights_are_restored_when_ascent_is_interrupted(after, monkeypatch):
-    model = cases.convnet()
-    opt = cases.ssam(model, cases.half_masks(model))
-    before = cases.weights_of(model)
-    x, y = cases.images()
-    F.cross_entropy(model(x), y).backward()
-    calls, scatter = iter(range(100)), torch.Tensor.scatter_
-
-    def interrupted(*args):
-        result = scatter(*args)
-        if next(calls) == after:
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(torch.Tensor, "scatter_", interrupted)
-    with pytest.raises(KeyboardInterrupt), opt.perturbed():
-        raise KeyboardInterrupt
-    assert cases.same_bits(before, cases.weights_of(model))
-
-
 @pytest.mark.parametrize("form", [{"dtype": torch.bfloat16}, {"memory_format": torch.channels_last}], ids=str)
 def test_weights_of_other_forms_are_perturbed_and_restored(form):
     model, plain = cases.convnet().to(**form), cases.convnet()
@@ -152,7 +112,6 @@ def without_needless_first_pass(opt, model, x, y):
 METHODS = {
     "SAM": lambda *given: sparsesam.SAM(*given),
     "every other step": lambda *given: sparsesam.SAM(*given, every=2),
-    "reuse": lambda *given: sparsesam.SAM(*given, every=2, off_steps="reuse"),
     "MomentumSAM": lambda *given: sparsesam.MomentumSAM(*given),
     "ExtrapolatedSAM": lambda *given: sparsesam.ExtrapolatedSAM(*given, 0.025),
 }

@@ -1,17 +1,12 @@
-"""The memory that activations take, and the memory that is free."""
+"""The memory that activations take."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-
-_MEMINFO = Path("/proc/meminfo")
 
 
 class SavedBytes:
@@ -32,22 +27,6 @@ class SavedBytes:
                 self._seen.add(storage._cdata)
                 self.total += storage.nbytes()
         return tensor.detach()  # an output that is saved with its own graph would never be freed
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Returns the memory that can still be allocated on the device; None if unknown."""
-    if device.type in ("cuda", "xpu"):
-        module: Any = getattr(torch, device.type)
-        held_back = module.memory_reserved(device) - module.memory_allocated(device)
-        return int(module.mem_get_info(device)[0] + held_back)
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    if device.type == "cpu" and _MEMINFO.exists():  # free pages alone would leave out the page cache
-        lines = _MEMINFO.read_text().splitlines()
-        return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
-    if device.type == "cpu" and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -98,9 +98,7 @@ class FriendlySAM(SharpnessAware):
 
     def _gradients(self, params: PerturbedParams) -> dict[str, Tensor]:
         """Returns this rank's parts of the gradients, as dense tensors."""
-        found = ((p.name, p.parameter.grad, p.parameter) for p in params)
-        local = {name: local_part(g, p) for name, g, p in found if g is not None}
-        return {name: g.to_dense() if g.is_sparse else g for name, g in local.items()}
+        return self._local(super().direction(params), params)
 
     def _average_masks(self, params: PerturbedParams) -> Masks:
         whole = "average" in self.own.whole
@@ -169,8 +167,8 @@ class ESAM(SharpnessAware):
     SAM's. beta = 1 is SAM.
 
     ESAM's second part, its selection of the samples whose loss rises most, is left out: the second pass sees the whole
-    batch. To leave samples out of the first pass, use ``ascent_fraction``. It does not go with ``off_steps="reuse"`` or
-    implicit ascents.
+    batch. To leave samples out of the first pass, use ``ascent_fraction``. It does not go with implicit
+    ascents.
 
     Args:
         beta: the probability of a tensor to be perturbed, in (0, 1].
@@ -181,10 +179,7 @@ class ESAM(SharpnessAware):
         >>> loss = opt.minimize(lambda: loss_fn(model(x), y))
     """
 
-    refused = {  # noqa: RUF012
-        "off_steps": "the last perturbation is one of other tensors",
-        "ascent": "the masked weights would be other ones in each step",
-    }
+    refused = {"ascent": "the masked weights would be other ones in each step"}  # noqa: RUF012
 
     def __init__(
         self,

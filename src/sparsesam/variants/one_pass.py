@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsesam.ascent import Step, StepKind
+from sparsesam.ascent import Step
 from sparsesam.masks.mask import MaskRule
 from sparsesam.perturbation import Target, entries_of
 from sparsesam.sam import SharpnessAware
@@ -154,7 +154,7 @@ class ExtrapolatedSAM(OnePass):
         step, back = self._step, self.own.tensors["back"]
         assert step is not None, "an update ends a step"
         # The difference is needed only if the next step is perturbed.
-        tracked = self._tracked(step) if self._kind_of(self.steps + 1) is StepKind.ASCEND else []
+        tracked = self._tracked(step) if self._ascends(self.steps + 1) else []
         for target, weight in zip(tracked, entries_of(tracked), strict=True):
             if target.name not in step.kept:
                 old = back.pop(target.name, None)

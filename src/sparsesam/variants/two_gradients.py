@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsesam.ascent import StepKind
 from sparsesam.checkpoint import OwnState
 from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.perturbation import is_usable
@@ -27,7 +26,6 @@ class TwoGradients(SharpnessAware):
         "ascent": "the gradient at w is part of the update",
         "ascent_fraction": "the gradient at w is part of the update",
         "ascent_scope": "the gradient at w is part of the update, which must be the same on all ranks",
-        "off_steps": "the update needs a gradient at w",
     }
 
     def dot(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
@@ -57,7 +55,7 @@ class GSAM(TwoGradients):
     several ranks it splits each rank's own gradient, where this one splits the gradient that all ranks use.
 
     Every gradient at w is needed, so a mask leaves nothing out of the first backward, and ``ascent_fraction``,
-    ``ascent_scope="local"``, ``off_steps="reuse"`` and implicit ascents raise an error.
+    ``ascent_scope="local"`` and implicit ascents raise an error.
 
     Args:
         alpha: the weight of the part of g that is orthogonal to s; 0.4 is usual.
@@ -198,7 +196,7 @@ class LookSAM(TwoGradients):
         kept = self.own.tensors["orthogonal"]
         if self.options.every == 1 or not second:
             return
-        if self._kind_of(self.steps) is StepKind.ASCEND:
+        if self._ascends(self.steps):
             kept.clear()  # also if nothing moved in this step
             if first is not None:
                 torch._foreach_mul_(first, -self.share(second, first))

@@ -8,7 +8,7 @@ UNUSED = [
     ("sgd", {"rho": 0.7, "sparsity": 0.9, "ascent_every": 3, "base": "adam", "betas": (0.5, 0.9), "mask_epochs": 7}),
     ("adamw", {"momentum": 0.1, "rho": 0.7}),
     ("sam", {"pattern": "filter", "fisher_samples": 3, "drop": "random", "eta": 3.0}),
-    ("ssam-f", {"drop_ratio": 0.1, "rho_final": 0.5, "ascent_off_steps": "reuse", "corruption": "fog"}),
+    ("ssam-f", {"drop_ratio": 0.1, "rho_final": 0.5, "corruption": "fog"}),
     ("ssam-d", {"fisher_labels": "sampled", "lr_gamma": 0.5}),
 ]
 USED = [

@@ -17,7 +17,6 @@ from tests.lab.experiment.runs import SHORT, InterruptAt, same, state, train
 STATEFUL = {
     "ssam-f": {"optimizer": "ssam-f"},
     "ssam-d with momentum and an average": {"optimizer": "ssam-d", "ema": 0.9, "mask_steps": 3},
-    "reused perturbations": {"optimizer": "sam", "ascent_every": 2, "ascent_off_steps": "reuse"},
     "adamw": {"optimizer": "adamw", "lr": 0.001},
     "dropout": {"optimizer": "sam", "model": "tests.lab.experiment.test_run:with_dropout"},
 }

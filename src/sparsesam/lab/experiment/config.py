@@ -60,7 +60,6 @@ _FISHER, _DYNAMIC = when(optimizer=["ssam-f"]), when(optimizer=["ssam-d"])
 _WSAM, _FRIENDLY = when(optimizer=["wsam"]), when(optimizer=["friendly-sam"])
 _ESAM, _ZSHARP = when(optimizer=["esam"]), when(optimizer=["zsharp"])
 _ADAPTIVE = _BY_GRADIENT & Rule("adaptive or asam", lambda config: config.adaptive or config.optimizer == "asam")
-_IN_BETWEEN = _BY_GRADIENT & Rule("ascent_every above 1", lambda config: config.ascent_every > 1)
 _OF_SGD = Rule("SGD as optimizer or base", lambda config: config.base_name == "sgd")
 _OF_ADAM = Rule("Adam or AdamW as optimizer or base", lambda config: config.base_name != "sgd")
 _STEPS, _COSINE = when(lr_schedule=["step"]), when(lr_schedule=["cosine"])
@@ -169,9 +168,6 @@ class TrainConfig:
     )
     ascent_fraction: FractionAbove0 = option(1.0, "fraction of each batch used for the perturbation", _BY_GRADIENT)
     ascent_every: PositiveInt = option(1, "perturb only every k-th step", _TUNABLE)
-    ascent_off_steps: Literal["skip", "reuse"] = option(
-        "skip", "steps in between: plain steps, or reuse the last perturbation", _IN_BETWEEN
-    )
     ascent_start: NonNegativeFloat = option(0.0, "perturb from this epoch on, counted from 0", _TUNABLE)
     engine: bool = option(True, "skip computations of the ascent that the perturbation does not need", _BY_GRADIENT)
     mask_epochs: PositiveInt | None = option(

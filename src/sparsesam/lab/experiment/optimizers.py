@@ -44,8 +44,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
         return sparsesam.ExtrapolatedSAM(base, model, config.rho, mask=mask, rho_schedule=schedule, **timing)
     same = ("rho", "eta", "radius", "ascent_steps", "ascent_fraction", "engine")
     common = timing | {name: getattr(config, name) for name in same}
-    common |= {"adaptive": config.adaptive or config.optimizer == "asam"}
-    common |= {"rho_schedule": schedule, "off_steps": config.ascent_off_steps}
+    common |= {"adaptive": config.adaptive or config.optimizer == "asam", "rho_schedule": schedule}
     if config.ascent == "momentum":
         return sparsesam.MomentumSAM(base, model, mask=mask, norm=config.norm, **common)
     if variant := _VARIANTS.get(config.optimizer):
