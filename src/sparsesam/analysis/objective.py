@@ -77,6 +77,10 @@ class Objective:
         random_loss = "one draw, the same at every point" if self.allow_random else "rejected"
         return ObjectiveSummary(len(self.batches), self.samples, self.statistics, random_loss)
 
+    def measured(self, *notes: str) -> dict[str, Any]:
+        """Returns the fields of a `Measurement`."""
+        return {"measured_on": self.summary(), "notes": list(notes)}
+
     def batch_loss(self, index: int) -> Tensor:
         """Returns the differentiable loss of one batch; call inside `measuring`."""
         if self.allow_random:
