@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparsesam.analysis import Objective, check_state, loss_landscape, select_parameters, sharpness
+from sparsesam.analysis import Objective, loss_landscape, select_parameters, sharpness
 from tests.analysis.oracles import mean_loss
 from tests.cases import convnet, images, mlp, same_bits, vectors
 
@@ -102,21 +102,6 @@ def test_non_scalar_or_non_finite_loss_raises():
         model[0].weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="finite"):
         sharpness(Objective(model, [vectors(4)], F.cross_entropy))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.pop("0.weight"), r"lacks 0\.weight"),
-        (lambda state: state.update({"module.x": torch.zeros(1)}), r"unknown module\.x"),
-        (lambda state: state.update({"0.bias": torch.zeros(2)}), r"0\.bias: \(2,\) for \(8,\)"),
-    ],
-)
-def test_mismatched_state_dict_raises(change, message):
-    state = mlp().state_dict()
-    change(state)
-    with pytest.raises(ValueError, match=message):
-        check_state(mlp(), state)
 
 
 def test_parameters_are_trained_ones_or_selected_by_name():

@@ -23,14 +23,14 @@ from sparsesam.analysis.hessian import (
 )
 from sparsesam.analysis.landscape import Landscape, ProgressCallback, loss_between, loss_landscape, random_directions
 from sparsesam.analysis.masks import MaskHistory, masks_over_time
-from sparsesam.analysis.objective import Objective, check_state, select_parameters
+from sparsesam.analysis.objective import Objective, select_parameters
 from sparsesam.analysis.results import AnalysisResult, ObjectiveSummary
 from sparsesam.analysis.sharpness import Sharpness, sharpness
 
 __all__ = [
     "AnalysisResult", "FisherAgreement", "GeneralizationBound", "GradientDifference", "HessianOperator",
     "HessianSpectrum", "HessianTrace", "Landscape", "MaskHistory", "Objective", "ObjectiveSummary", "ProgressCallback",
-    "Sharpness", "SpectralDensity", "check_state", "compare_gradients", "fisher_vs_hessian", "generalization_bound",
+    "Sharpness", "SpectralDensity", "compare_gradients", "fisher_vs_hessian", "generalization_bound",
     "gradient_difference", "hessian_diagonal", "hessian_eigenvalues", "hessian_trace", "loss_between",
     "loss_landscape", "masks_over_time", "random_directions", "select_parameters", "sharpness", "spectral_density",
 ]  # fmt: skip

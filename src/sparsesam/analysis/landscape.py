@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sparsesam.analysis.objective import Objective, ParameterFilter, check_state, moving, norm, select_parameters
+from sparsesam.analysis.objective import Objective, ParameterFilter, moving, norm, select_parameters
 from sparsesam.analysis.results import Array, Measurement
 from sparsesam.distributed.ddp import unwrap
 from sparsesam.masks.fixed import NORMALIZATION, is_layer_of
@@ -82,15 +83,13 @@ def loss_between(
     of the first checkpoint.
     """
     axis, model = _axis(points, span), objective.model
-    for label, state in (("first", first), ("second", second)):
-        check_state(model, state, label)
+    ends, states = [], copy.deepcopy((second, first))  # either may be the model's own, which is overwritten
     with moving([*model.parameters(), *model.buffers()]):
-        model.load_state_dict(first)
-        way = {
-            name: second[name].detach().to(tensor) - tensor.detach()
-            for name, tensor in _named_tensors(model).items()
-            if name in second and tensor.is_floating_point()
-        }
+        for state in states:
+            model.load_state_dict(state)
+            floating = {name: tensor for name, tensor in _named_tensors(model).items() if tensor.is_floating_point()}
+            ends.append({name: tensor.detach().clone() for name, tensor in floating.items()})
+        way = {name: end - ends[1][name] for name, end in ends[0].items()}
         result = _evaluate(objective, [way], [axis], state_file, progress)
     frozen = objective.statistics == "frozen" and any(True for _ in model.buffers())
     return replace(result, notes=[_INTERPOLATED]) if frozen else result
