@@ -152,19 +152,13 @@ def test_nothing_to_select_from(pattern):
 # ---- dropping and growing --------------------------------------------------------------------------------------------
 
 
-def test_random_growth_of_units_ignores_their_size():
+def test_random_draw_of_units_ignores_their_size():
     """A mean of many draws would hardly ever be the largest; one draw per unit gives each its chance."""
-    generator = torch.Generator().manual_seed(0)
-    masks = {"wide": torch.zeros(10, 50, dtype=torch.bool), "slim": torch.zeros(10, 50, dtype=torch.bool)}
-    masks["wide"][0] = True
-    seen = torch.zeros(20)
+    generator, like, seen = torch.Generator().manual_seed(0), rand(wide=(10, 50), slim=(10, 2)), torch.zeros(20)
     for _ in range(400):
-        keep = rand(wide=(10, 50), slim=(10, 50))
-        result = Structured("filter").drop_and_grow(masks, keep, generator, sparsity=0.95, ratio=1)
-        seen += torch.cat([result["wide"][:, 0], result["slim"][:, 0]]).float()
-    assert float(seen.sum()) == 400
-    assert float(seen.min()) > 4
-    assert float(seen.max()) < 45
+        masks = Structured("filter", "reach").draw(like, generator, 1 - 1 / 520)  # one unit
+        seen += torch.cat([masks["wide"][:, 0], masks["slim"][:, 0]]).float()
+    assert 4 < float(seen.min()) <= float(seen.max()) < 45
 
 
 def test_budget_follows_changed_sparsity():
@@ -197,6 +191,10 @@ W, BOOL = {"w": torch.rand(4, 4)}, {"w": torch.ones(4, 4, dtype=torch.bool)}
     ("call", "words"),
     [
         (lambda: Unstructured().select(W), "sparsity must be given"),
+        *(
+            (lambda wrong=wrong: NM(2, 4).select(W, wrong), r"sparsity must be in \[0, 1\]")
+            for wrong in (-0.1, 1.2, math.nan)
+        ),
         (lambda: NM(2, 4).select(W, 0.9), "sparsity must be left out"),
         (lambda: NM(0, 0), "m must be an integer of at least 1"),
         (lambda: NM(-1, 4), "n must be"),
@@ -217,27 +215,24 @@ def test_bad_arguments(call, words):
         call()
 
 
+NAN = {"a": torch.rand(4, 4), "b": torch.full((4, 4), math.nan)}
+NOTHING = {name: torch.zeros(4, 4, dtype=torch.bool) for name in NAN}
+
+
 @every_pattern
-def test_bad_scores_masks_and_shares(pattern):
-    sparsity = sparsity_of(pattern)
-    for wrong in (-0.1, 1.2, math.nan):
-        with pytest.raises(ValueError, match=r"sparsity must be in \[0, 1\]"):
-            pattern.select(W, wrong)
-        with pytest.raises(ValueError, match=r"ratio must be in \[0, 1\]"):
-            pattern.drop_and_grow(BOOL, W, torch.Generator(), sparsity=sparsity, ratio=wrong)
-    nan = {"a": torch.rand(4, 4), "b": torch.full((4, 4), math.nan)}
-    with pytest.raises(ValueError, match=r"'b'.*NaN"):
-        pattern.select(nan, sparsity)
-    nothing = {name: torch.zeros(4, 4, dtype=torch.bool) for name in nan}
-    with pytest.raises(ValueError, match=r"'b'.*NaN"):  # also where nothing is kept
-        pattern.drop_and_grow(nothing, nan, torch.Generator(), sparsity=sparsity, ratio=0.5)
-    for masks, keep, grow, words in (
-        (BOOL, {"v": W["w"]}, W, "keep must have the same names"),
-        (BOOL, W, {"w": torch.rand(4)}, r"grow.*shape"),
-        (W, W, W, "bool"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            pattern.drop_and_grow(masks, keep, grow, sparsity=sparsity, ratio=0.5)
+@pytest.mark.parametrize(
+    ("masks", "keep", "grow", "ratio", "words"),
+    [
+        *((BOOL, W, W, ratio, r"ratio must be in \[0, 1\]") for ratio in (-0.1, 1.2, math.nan)),
+        (BOOL, {"v": W["w"]}, W, 0.5, "keep must have the same names"),
+        (BOOL, W, {"w": torch.rand(4)}, 0.5, r"grow.*shape"),
+        (W, W, W, 0.5, "bool"),
+        (NOTHING, NAN, torch.Generator(), 0.5, r"'b'.*NaN"),  # also where nothing is kept
+    ],
+)
+def test_bad_masks_scores_and_ratios(pattern, masks, keep, grow, ratio, words):
+    with pytest.raises(ValueError, match=words):
+        pattern.drop_and_grow(masks, keep, grow, sparsity=sparsity_of(pattern), ratio=ratio)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
