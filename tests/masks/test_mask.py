@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 import sparsesam
-from sparsesam.masks.scores import GradientEnergy
 from tests import cases
 from tests.oracles import fisher_by_definition
 
@@ -196,10 +195,9 @@ def test_dropping_and_growing_by_weight_magnitude_keeps_largest_weights():
     ("score", "of"),
     [
         (sparsesam.GradientMagnitude(), lambda p: p.grad.abs()),
-        (GradientEnergy(), lambda p: p.grad.square()),
         (sparsesam.WeightMagnitude(), lambda p: p.detach().abs()),
     ],
-    ids=["gradient", "energy", "weight"],
+    ids=["gradient", "weight"],
 )
 def test_mask_keeps_filters_by_mean_score(score, of, keep):
     pattern = sparsesam.PerLayer(sparsesam.Structured("filter"))
