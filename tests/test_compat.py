@@ -203,11 +203,3 @@ def test_continues_from_an_original_checkpoint(name, options):
         two_steps(ours, model, *cases.vectors(seed=seed))
         two_steps(theirs, twin, *cases.vectors(seed=seed))
     assert_same_weights(model, twin)
-
-
-def test_family_loads_the_base_optimizers_state_of_an_original_checkpoint():
-    model, ours, twin, theirs = pair("LookSAM", k=2)
-    two_steps(theirs, twin, *cases.vectors())
-    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    found = [ours.state[p]["momentum_buffer"] for p in model.parameters()]
-    assert cases.same_bits(found, [theirs.base_optimizer.state[p]["momentum_buffer"] for p in twin.parameters()])

@@ -75,22 +75,6 @@ def test_infinite_points_are_counted_and_become_none():
     assert result.to_dict()["loss"][0] is None
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"points": 1}, "points"),
-        ({"span": (1, 1)}, "span"),
-        ({"directions": []}, "directions must be one or two"),
-        ({"directions": [{"x": torch.zeros(1)}]}, "not a parameter"),
-        ({"directions": [{"0.bias": torch.zeros(1)}]}, "shape"),
-        ({"directions": [{}]}, "moves no parameter"),
-    ],
-)
-def test_invalid_grid_and_directions_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        loss_landscape(objective_of(mlp()), **options)
-
-
 def test_frozen_parameters_do_not_move():
     model = mlp()
     model[0].weight.requires_grad_(False)

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from sparsesam import analysis
 from sparsesam.analysis import Objective, loss_landscape, select_parameters, sharpness
 from tests.analysis.oracles import mean_loss
 from tests.cases import convnet, images, mlp, same_bits, vectors
@@ -115,13 +116,30 @@ def test_parameters_are_trained_ones_or_selected_by_name():
 
 
 @pytest.mark.parametrize(
-    ("masks", "message"),
+    ("name", "options", "message"),
     [
-        ({"nowhere": torch.ones(1, dtype=torch.bool)}, "nowhere"),
-        ({"0.bias": torch.ones(3).bool()}, r"masks\['0.bias'\] must have the parameter's shape \(8,\), got \(3,\)"),
-        ({"0.bias": torch.ones(8)}, r"masks\['0.bias'\] must be a bool tensor, got torch.float"),
+        ("generalization_bound", {"n": 1}, "n must be an integer of at least 2"),
+        ("generalization_bound", {"delta": 0.0}, r"delta must be in \(0, 1\)"),
+        ("generalization_bound", {"classes": 1}, "classes must be an integer of at least 2"),
+        ("gradient_difference", {"rho": 0.0}, "rho must be positive"),
+        ("hessian_diagonal", {"probes": 0}, "probes must be an integer of at least 1"),
+        ("hessian_eigenvalues", {"count": 0}, "count must be between 1 and the number of weights, 119"),
+        ("hessian_trace", {"probes": 1}, "probes must be an integer of at least 2"),
+        ("loss_landscape", {"points": 1}, "points must be an integer of at least 2"),
+        ("loss_landscape", {"span": (1, 1)}, "span must be"),
+        ("loss_landscape", {"directions": []}, "directions must be one or two"),
+        ("loss_landscape", {"directions": [{"x": torch.zeros(1)}]}, "not a parameter"),
+        ("loss_landscape", {"directions": [{"0.bias": torch.zeros(1)}]}, "shape"),
+        ("loss_landscape", {"directions": [{}]}, "moves no parameter"),
+        ("sharpness", {"masks": {}}, "keep no weight"),
+        ("sharpness", {"masks": {"nowhere": torch.ones(1).bool()}}, "nowhere"),
+        ("sharpness", {"masks": {"0.bias": torch.ones(3).bool()}}, r"the parameter's shape \(8,\), got \(3,\)"),
+        ("sharpness", {"masks": {"0.bias": torch.ones(8)}}, "must be a bool tensor, got torch.float"),
+        ("sharpness", {"rho": -1.0}, "rho must be positive and finite"),
+        ("sharpness", {"steps": 0}, "steps must be an integer of at least 1"),
+        ("spectral_density", {"width": 0.0}, "width must be positive"),
     ],
 )
-def test_mismatched_masks_raise(masks, message):
+def test_every_analysis_refuses_bad_arguments(name, options, message):
     with pytest.raises(ValueError, match=message):
-        sharpness(Objective(mlp(), [vectors(4)], F.cross_entropy), masks=masks)
+        getattr(analysis, name)(Objective(mlp(), [vectors(4)], F.cross_entropy), **options)
