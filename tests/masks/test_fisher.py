@@ -139,18 +139,16 @@ def logits_loss(output, y):
     return total_square(output["logits"], y)
 
 
-@pytest.mark.parametrize("form", ["positional", "list", "keyword", "model_loss"])
-def test_inputs_and_outputs_may_be_nested(form):
+def test_inputs_and_outputs_may_be_nested():
     model = Model(lambda self, a, b: {"logits": self.layer(a * b), "extra": (a, None)}, layer=nn.Linear(4, 3))
     a, b, y = torch.randn(BATCH, 4), torch.randn(BATCH, 4), torch.rand(BATCH)
-    if form == "model_loss":
-        batch = {"inputs": {"a": a, "b": b}, "y": y}
-        loss = lambda model, batch: logits_loss(model(**batch["inputs"]), batch["y"])  # noqa: E731
-        found = fisher_diagonal(model, [batch], model_loss=loss)
-    else:
-        inputs = {"positional": (a, b), "list": [a, b], "keyword": {"b": b, "a": a}}[form]
+    expected = fisher_by_definition(model, (a, b), y, logits_loss)
+    for inputs in ((a, b), [a, b], {"b": b, "a": a}):
         found = fisher_diagonal(model, [(inputs, y)], logits_loss)
-    torch.testing.assert_close(found.values, fisher_by_definition(model, (a, b), y, logits_loss))
+        torch.testing.assert_close(found.values, expected)
+    loss = lambda model, batch: logits_loss(model(**batch["inputs"]), batch["y"])  # noqa: E731
+    found = fisher_diagonal(model, [{"inputs": {"a": a, "b": b}, "y": y}], model_loss=loss)
+    torch.testing.assert_close(found.values, expected)
 
 
 def test_sampled_labels_average_to_true_fisher():

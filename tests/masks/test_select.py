@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.patterns import Unstructured
-from sparsesam.masks.select import kth_largest, kth_largest_by_digits, random_scores, top_mask
+from sparsesam.masks.select import kth_largest, kth_largest_by_digits, top_mask
 from tests.masks import pattern_oracle as oracle
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -103,11 +103,6 @@ def test_mixed_dtypes_are_compared_as_numbers():
 def test_bad_arguments(scores, count, words):
     with pytest.raises(ValueError, match=words):
         top_mask(scores, count)
-
-
-def test_no_scores():
-    assert top_mask({}, 0) == {}
-    assert random_scores({}, generator=torch.Generator()) == {}
 
 
 def test_every_subset_is_equally_likely():
