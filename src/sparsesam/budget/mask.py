@@ -19,8 +19,7 @@ from sparsesam.masks.scores import Fisher, Score, ScoreContext
 from sparsesam.utils.checks import NonFiniteScoreError, check_choice, is_finite
 
 BudgetUnit = Literal["tensor", "filter"]
-#: The earliest parameter that may be perturbed: what that costs, and what can be perturbed from there on, by parameter
-#: the added cost of perturbing 0, 1, 2, … of its units.
+#: The cost of perturbing from a parameter on, and by later parameter the added cost of 0, 1, 2, … of its units.
 Frontier = tuple[float, dict[str, Floats]]
 
 
@@ -101,12 +100,8 @@ class BudgetMask(MaskRule):
         if self.costs.step(masks) <= self.budget:
             return masks
         counts = {name: self._unit_count(name) for name in masks}
-        if self.score is None:
-            scores = {name: context.gradient(name).square() for name in masks}
-        else:
-            scores = self.score(context)
-        sums = unit_sums(scores, counts)
-        chosen = best_units(self._frontiers(context.parameters), sums, self._allowance)
+        scores = unit_sums(_squared_gradients(context) if self.score is None else self.score(context), counts)
+        chosen = best_units(self._frontiers(context.parameters), scores, self._allowance)
         for name, mask in masks.items():
             mask.zero_().view(counts[name], -1)[chosen.get(name, [])] = True
         return masks
@@ -155,6 +150,10 @@ class BudgetMask(MaskRule):
                 "perturbing only its cheapest parameters costs that much; give more, or train with the base optimizer"
             )
         return frontiers
+
+
+def _squared_gradients(context: ScoreContext) -> dict[str, Tensor]:
+    return {name: context.gradient(name).square() for name in context.parameters}
 
 
 def _least(frontiers: Sequence[Frontier], names: Mapping[str, Any]) -> float:
