@@ -107,7 +107,7 @@ def dense_reference(model: nn.Module, x: Tensor, y: Tensor) -> Array:
 
 def tight_reference(model: nn.Module, x: Tensor, y: Tensor) -> Array:
     objective = Objective(model, [(x, y)], F.cross_entropy)
-    return hessian_eigenvalues(objective, COUNT, tolerance=1e-6, max_products=100, max_basis=100).eigenvalues
+    return hessian_eigenvalues(objective, COUNT, tolerance=1e-6, max_products=100).eigenvalues
 
 
 def trained(model: nn.Module, x: Tensor, y: Tensor, steps: int, lr: float) -> nn.Module:

@@ -237,7 +237,6 @@ def bad_fisher():
         (lambda: sparsesam.fixed_mask("layer9.*"), "matches no parameter to perturb"),
         (lambda: sparsesam.fixed_mask(types=sparsesam.NORMALIZATION), "no such layer"),
         (lambda: sparsesam.fisher_mask(None, F.cross_entropy, sparsity=0.5), "batch must be given"),
-        (lambda: sparsesam.random_mask(pattern=sparsesam.NM(1, 2, axis="output", remainder="error")), "remainder"),
         (bad_fisher, r"0\.weight"),
     ],
 )

@@ -60,6 +60,13 @@ def test_steps_equal_original(step, name, options):
     assert_same_weights(model, twin)
 
 
+def test_arguments_may_be_positional_as_in_original():
+    model = cases.mlp()
+    opt = compat.LookSAM(model.parameters(), torch.optim.SGD, 0.2, 3, 0.5, True, lr=0.1)
+    assert (opt.param_groups[0]["rho"], opt.options.every, opt.alpha) == (0.2, 3, 0.5)
+    assert opt.param_groups[0]["adaptive"] == "all"
+
+
 def test_first_step_without_clearing_keeps_gradient_like_original():
     model, ours, twin, theirs = pair()
     x, y = cases.vectors()
@@ -68,17 +75,6 @@ def test_first_step_without_clearing_keeps_gradient_like_original():
         opt.first_step()
         F.cross_entropy(network(x), y).backward()
         opt.second_step()
-    assert_same_weights(model, twin)
-
-
-def test_original_checkpoint_loads_with_momentum():
-    model, ours, twin, theirs = pair()
-    x, y = cases.vectors()
-    two_steps(theirs, twin, x, y)
-    model.load_state_dict(twin.state_dict())
-    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    two_steps(ours, model, x, y)
-    two_steps(theirs, twin, x, y)
     assert_same_weights(model, twin)
 
 
@@ -93,18 +89,6 @@ def test_davda54_checkpoint_loads_with_warning():
     assert (ours.param_groups[0]["lr"], ours.param_groups[0]["rho"]) == (0.05, 0.2)
     assert not ours.state
     two_steps(ours, model, *cases.vectors())
-
-
-def test_own_checkpoint_resumes_bitwise():
-    model, ours, twin, _ = pair()
-    x, y = cases.vectors()
-    two_steps(ours, model, x, y)
-    twin.load_state_dict(model.state_dict())
-    other = compat.SAM(twin.parameters(), torch.optim.SGD, rho=0.3, lr=0.1, momentum=0.9)
-    other.load_state_dict(copy.deepcopy(ours.state_dict()))
-    two_steps(ours, model, x, y)
-    two_steps(other, twin, x, y)
-    assert cases.same_bits(cases.weights_of(model), cases.weights_of(twin))
 
 
 def test_parameter_groups_with_own_options():
@@ -124,21 +108,9 @@ def test_statistics_update_once_per_step_with_model():
     assert cases.same_bits(list(model.buffers()), list(twin.buffers()))
 
 
-def test_weights_are_restored_when_closure_raises():
-    model, ours, *_ = pair(rho=5.0)
-    x, y = cases.vectors()
-    before = cases.weights_of(model)
-    F.cross_entropy(model(x), y).backward()
-
-    def closure():
-        raise KeyError("in the closure")
-
-    with pytest.raises(KeyError):
-        ours.step(closure)
-    assert cases.same_bits(before, cases.weights_of(model))
-
-
 def test_misuse_raises_with_explanation():
+    with pytest.raises(ValueError, match="use_gc must be False"):
+        pair(use_gc=True)
     _, ours, *_ = pair()
     with pytest.raises(RuntimeError, match="needs a closure"):
         ours.step()
@@ -220,8 +192,9 @@ def test_gsam_continues_from_an_original_checkpoint():
     assert_same_weights(model, twin)
 
 
-def test_friendly_sam_continues_from_an_original_checkpoint():
-    model, ours, twin, theirs = pair("FriendlySAM", sigma=0.7, lmbda=0.6)
+@pytest.mark.parametrize(("name", "options"), [("SAM", {}), ("FriendlySAM", {"sigma": 0.7, "lmbda": 0.6})])
+def test_continues_from_an_original_checkpoint(name, options):
+    model, ours, twin, theirs = pair(name, **options)
     for seed in range(3):
         two_steps(theirs, twin, *cases.vectors(seed=seed))
     model.load_state_dict(twin.state_dict())
@@ -230,17 +203,3 @@ def test_friendly_sam_continues_from_an_original_checkpoint():
         two_steps(ours, model, *cases.vectors(seed=seed))
         two_steps(theirs, twin, *cases.vectors(seed=seed))
     assert_same_weights(model, twin)
-
-
-def test_family_loads_the_base_optimizers_state_of_an_original_checkpoint():
-    model, ours, twin, theirs = pair("LookSAM", k=2)
-    two_steps(theirs, twin, *cases.vectors())
-    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    found = [ours.state[p]["momentum_buffer"] for p in model.parameters()]
-    assert cases.same_bits(found, [theirs.base_optimizer.state[p]["momentum_buffer"] for p in twin.parameters()])
-
-
-def test_gradient_centralization_raises():
-    model = cases.mlp()
-    with pytest.raises(ValueError, match="use_gc must be False"):
-        compat.LookSAM(model.parameters(), torch.optim.SGD, use_gc=True, lr=0.1)

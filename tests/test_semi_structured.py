@@ -18,7 +18,6 @@ from sparsesam.semi_structured import Hardware, choose_backend, input_gradient, 
 
 AMPERE = Hardware((8, 0), has_cusparselt=True, allows_tf32=True)
 HOPPER = Hardware((9, 0), has_cusparselt=True, allows_tf32=True)
-TURING = Hardware((7, 5), has_cusparselt=True, allows_tf32=True)
 
 
 def masked(n, m, rows=128, columns=64):
@@ -31,34 +30,30 @@ def chosen(mask, dtype=torch.bfloat16, hardware=AMPERE, rows=8, shape=(128, 64))
     return choose_backend(torch.zeros(rows, shape[0], dtype=dtype), weight, mask, hardware)
 
 
-def test_half_precision_uses_two_of_four():
-    for dtype in (torch.float16, torch.bfloat16):
-        assert chosen(masked(2, 4), dtype) is CuSparseLt
-        assert chosen(masked(2, 4), dtype, HOPPER) is CuSparseLt
-        assert chosen(masked(1, 2), dtype) is CuSparseLt  # also two of every four
-        assert chosen(masked(1, 4), dtype) is None
-
-
-def test_cutlass_without_cusparselt_supports_one_generation():
-    assert chosen(masked(2, 4), hardware=Hardware((8, 6), False, True)) is Cutlass
-    assert chosen(masked(2, 4), hardware=Hardware((9, 0), False, True)) is None
-
-
-def test_float32_uses_one_of_two_where_tf32_is_allowed():
-    assert chosen(masked(1, 2), torch.float32) is Cutlass
-    assert chosen(masked(2, 4), torch.float32) is None
-    assert chosen(masked(1, 2), torch.float32, HOPPER) is None
-    assert chosen(masked(1, 2), torch.float32, Hardware((8, 0), True, allows_tf32=False)) is None
-
-
-def test_unsupported_hardware_shapes_and_masks_are_rejected():
-    assert chosen(masked(2, 4), hardware=TURING) is None
-    assert chosen(masked(2, 4), hardware=None) is None
-    assert chosen(masked(2, 4), torch.float64) is None
-    assert chosen(masked(2, 4), rows=3) is None
-    assert chosen(masked(2, 4, 100), shape=(100, 64)) is None
-    assert chosen(PackedMask.pack(torch.ones(128, 64, dtype=torch.bool))) is None
-    assert Hardware.of(torch.device("cpu")) is None
+@pytest.mark.parametrize(
+    ("n", "m", "options", "backend"),
+    [
+        *((2, 4, {"dtype": dtype}, CuSparseLt) for dtype in (torch.float16, torch.bfloat16)),
+        (2, 4, {"hardware": HOPPER}, CuSparseLt),
+        (1, 2, {}, CuSparseLt),  # also two of every four
+        (1, 4, {}, None),
+        (2, 4, {"hardware": Hardware((8, 6), False, True)}, Cutlass),
+        (2, 4, {"hardware": Hardware((9, 0), False, True)}, None),
+        (1, 2, {"dtype": torch.float32}, Cutlass),
+        (2, 4, {"dtype": torch.float32}, None),
+        (1, 2, {"dtype": torch.float32, "hardware": HOPPER}, None),
+        (1, 2, {"dtype": torch.float32, "hardware": Hardware((8, 0), True, allows_tf32=False)}, None),
+        (2, 4, {"hardware": Hardware((7, 5), True, True)}, None),
+        (2, 4, {"hardware": Hardware.of(torch.device("cpu"))}, None),
+        (2, 4, {"dtype": torch.float64}, None),
+        (2, 4, {"rows": 3}, None),
+        (2, 4, {"shape": (100, 64)}, None),
+        (4, 4, {}, None),
+    ],
+    ids=str,
+)
+def test_backend_is_chosen_by_mask_dtype_hardware_and_shape(n, m, options, backend):
+    assert chosen(masked(n, m, *options.get("shape", (128, 64))), **options) is backend
 
 
 @pytest.mark.parametrize(("n", "m", "dtype"), [(2, 4, torch.bfloat16), (1, 2, torch.bfloat16), (1, 2, torch.float32)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,19 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 Base = Callable[..., Optimizer]
 #: State keys of the two packages in addition to the base optimizer's.
 _THEIR_STATE = ("old_p", "e_w", "old_g")
+#: Our names of their arguments, where they differ.
+_OURS = {"k": "every", "lmbda": "decay"}
 
 
-class OriginalCheckpoints(sam.SharpnessAware):
-    """Loads checkpoints of the two packages."""
+class Original(sam.SharpnessAware):
+    """Is called like the optimizers of the two packages, and loads their checkpoints."""
 
     #: Their state of a parameter, by our name of it.
     their_tensors: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def _check_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Accept calls that our own optimizers refuse."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, or of one of the two packages."""
@@ -38,7 +44,7 @@ class OriginalCheckpoints(sam.SharpnessAware):
             for key, values in state_dict["state"].items()
         }
         groups = [
-            {**group, **({"adaptive": "all" if group["adaptive"] else False} if "adaptive" in group else {})}
+            {**group, **({"adaptive": _scaled(group["adaptive"])} if "adaptive" in group else {})}
             for group in state_dict["param_groups"]
         ]
         if not any(state.values()):
@@ -58,7 +64,7 @@ class OriginalCheckpoints(sam.SharpnessAware):
             self.own.tensors[ours] = {self._names[p]: value.to(p, copy=True) for p, value in found if value is not None}
 
 
-class SAM(OriginalCheckpoints, sam.SAM):
+class SAM(Original, sam.SAM):
     """``SAM(params, torch.optim.SGD, rho=0.05, lr=0.1)`` with ``first_step``, ``second_step`` and ``step(closure)``.
 
         loss_fn(model(x), y).backward()
@@ -72,24 +78,27 @@ class SAM(OriginalCheckpoints, sam.SAM):
     normalization layers are updated once per step.
     """
 
+    #: Their arguments after the base optimizer, in their order, with their defaults.
+    their_arguments: ClassVar[dict[str, Any]] = {"rho": 0.05, "adaptive": False}
+    #: Arguments without effect: a gradient of zero perturbs nothing anyway.
+    ignored: ClassVar[tuple[str, ...]] = ("perturb_eps",)
     _away: AbstractContextManager[None] | None = None  # the perturbed() block between first_step and second_step
 
     def __init__(
-        self,
-        params: Params,
-        base_optimizer: Base,
-        rho: float = 0.05,
-        adaptive: bool = False,
-        *,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, params: Params, base_optimizer: Base, *args: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        base, model = _made(params, base_optimizer, model, adaptive, kwargs)
-        super().__init__(base, model, rho, **_scaling(adaptive))
-
-    @classmethod
-    def _check_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pass
+        if kwargs.pop("use_gc", False):
+            raise ValueError(
+                "use_gc must be False, got True; centralize gradients in a step pre-hook of the base optimizer"
+            )
+        given = {**dict(zip(self.their_arguments, args, strict=False)), **kwargs}
+        options = {_OURS.get(name, name): given.pop(name, default) for name, default in self.their_arguments.items()}
+        base = base_optimizer(params, **{name: value for name, value in given.items() if name not in self.ignored})
+        for group in base.param_groups:
+            group["adaptive"] = _scaled(group.get("adaptive", options["adaptive"]))
+        if model is None:
+            model = nn.ParameterList([p for group in base.param_groups for p in group["params"]])
+        super().__init__(base, model, **{**options, "adaptive": _scaled(options["adaptive"]), "eta": 0.0})
 
     @property
     def base_optimizer(self) -> Optimizer:
@@ -134,29 +143,8 @@ class SAM(OriginalCheckpoints, sam.SAM):
         return loss
 
 
-def _made(
-    params: Params,
-    base_optimizer: Base,
-    model: nn.Module | None,
-    adaptive: bool,
-    kwargs: dict[str, Any],
-) -> tuple[Optimizer, nn.Module]:
-    """Returns the base optimizer, and the model or a module of all parameters."""
-    if kwargs.pop("use_gc", False):
-        raise ValueError(
-            "use_gc must be False, got True; centralize gradients in a step pre-hook of the base optimizer"
-        )
-    kwargs.pop("perturb_eps", None)  # a gradient of zero perturbs nothing anyway
-    base = base_optimizer(params, **kwargs)
-    for group in base.param_groups:
-        group["adaptive"] = "all" if group.get("adaptive", adaptive) else False
-    if model is None:
-        model = nn.ParameterList([p for group in base.param_groups for p in group["params"]])
-    return base, model
-
-
-def _scaling(adaptive: bool) -> dict[str, Any]:
-    return {"adaptive": "all" if adaptive else False, "eta": 0.0}
+def _scaled(adaptive: bool) -> Literal["all", False]:
+    return "all" if adaptive else False
 
 
 class LookSAM(SAM, variants.LookSAM):
@@ -166,41 +154,14 @@ class LookSAM(SAM, variants.LookSAM):
     checkpoint of theirs, the first step is one of SAM.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        base_optimizer: Base,
-        rho: float = 0.1,
-        k: int = 10,
-        alpha: float = 0.7,
-        adaptive: bool = False,
-        *,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        base, model = _made(params, base_optimizer, model, adaptive, kwargs)
-        variants.LookSAM.__init__(self, base, model, rho, every=k, alpha=alpha, **_scaling(adaptive))
+    their_arguments: ClassVar[dict[str, Any]] = {"rho": 0.1, "k": 10, "alpha": 0.7, "adaptive": False}
 
 
 class FriendlySAM(SAM, variants.FriendlySAM):
     """pytorch-optimizer's ``FriendlySAM(params, SGD, rho=0.05, sigma=1.0, lmbda=0.9)``, with the same results."""
 
-    their_tensors = {"average": "momentum"}  # noqa: RUF012
-
-    def __init__(
-        self,
-        params: Params,
-        base_optimizer: Base,
-        rho: float = 0.05,
-        sigma: float = 1.0,
-        lmbda: float = 0.9,
-        adaptive: bool = False,
-        *,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
-        base, model = _made(params, base_optimizer, model, adaptive, kwargs)
-        variants.FriendlySAM.__init__(self, base, model, rho, sigma=sigma, decay=lmbda, **_scaling(adaptive))
+    their_tensors: ClassVar[dict[str, str]] = {"average": "momentum"}
+    their_arguments: ClassVar[dict[str, Any]] = {"rho": 0.05, "sigma": 1.0, "lmbda": 0.9, "adaptive": False}
 
 
 class WSAM(SAM, variants.WSAM):
@@ -209,22 +170,12 @@ class WSAM(SAM, variants.WSAM):
     As in that package, ``step(closure)`` runs both passes, and ``max_norm`` clips the gradient at w + e.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Params,
-        base_optimizer: Base,
-        rho: float = 0.05,
-        gamma: float = 0.9,
-        adaptive: bool = False,
-        decouple: bool = True,
-        max_norm: float | None = None,
-        **kwargs: Any,
-    ) -> None:
-        kwargs.pop("eps", None)
-        base, model = _made(params, base_optimizer, model, adaptive, kwargs)
-        self.max_norm = max_norm
-        variants.WSAM.__init__(self, base, model, rho, gamma=gamma, decouple=decouple, **_scaling(adaptive))
+    their_arguments: ClassVar[dict[str, Any]] = {"rho": 0.05, "gamma": 0.9, "adaptive": False, "decouple": True}
+    ignored: ClassVar[tuple[str, ...]] = ("eps",)
+
+    def __init__(self, model: nn.Module, params: Params, base_optimizer: Base, *args: Any, **kwargs: Any) -> None:
+        self.max_norm = args[4] if len(args) > 4 else kwargs.pop("max_norm", None)
+        super().__init__(params, base_optimizer, *args, model=model, **kwargs)
 
     def step(self, closure: Callable[..., Any] | None = None, **options: Any) -> Any:
         return variants.WSAM.step(self, closure, **options)
@@ -235,7 +186,7 @@ class WSAM(SAM, variants.WSAM):
         super().combine(names, first, second)
 
 
-class GSAM(OriginalCheckpoints, variants.GSAM):
+class GSAM(Original, variants.GSAM):
     """pytorch-optimizer's ``GSAM(params, base, model, rho_scheduler, alpha=0.4)``, with the same results.
 
     ``set_closure(loss_fn, inputs, targets)``, then ``step()``, which returns outputs and loss; after each step of the
@@ -255,11 +206,7 @@ class GSAM(OriginalCheckpoints, variants.GSAM):
         **_: Any,
     ) -> None:
         self.rho_scheduler = rho_scheduler
-        super().__init__(base_optimizer, model, rho_scheduler.step(), alpha=alpha, **_scaling(adaptive))
-
-    @classmethod
-    def _check_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pass
+        super().__init__(base_optimizer, model, rho_scheduler.step(), alpha=alpha, adaptive=_scaled(adaptive), eta=0.0)
 
     @property
     def rho_t(self) -> float:

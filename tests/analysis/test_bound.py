@@ -29,9 +29,3 @@ def test_bound_is_vacuous_unless_below_loss_of_uniform_prediction():
     informative = generalization_bound(objective_of(mlp()), n=10**9, classes=1000)
     assert not informative.vacuous
     assert "16 of the 1000000000 samples" in informative.notes[-1]
-
-
-@pytest.mark.parametrize("wrong", [{"n": 1}, {"delta": 0.0}, {"rho": 0.0}, {"classes": 1}])
-def test_invalid_numbers_raise(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        generalization_bound(objective_of(mlp()), **wrong)

@@ -37,13 +37,6 @@ def test_plane_is_loss_at_each_point():
     assert result.lengths == pytest.approx(lengths)
 
 
-def test_default_grid_is_50_by_50_over_minus_one_to_one():
-    objective = Objective(nn.Linear(6, 3).double(), [vectors(2)], F.cross_entropy)
-    result = loss_landscape(objective)
-    assert result.loss.shape == (50, 50)
-    assert (result.x[0], result.x[-1]) == (-1, 1)
-
-
 def test_checkpoints_share_random_directions():
     signs = [random_directions(model, 1)[0]["0.weight"].sign() for model in (convnet(), convnet(seed=1))]
     assert torch.equal(*signs)
@@ -52,22 +45,25 @@ def test_checkpoints_share_random_directions():
 def test_mismatched_checkpoint_raises_before_computing():
     model = mlp()
     before = weights_of(model)
-    with pytest.raises(ValueError, match="second does not fit"):
+    with pytest.raises(RuntimeError, match="Missing key"):
         loss_between(objective_of(model), model.state_dict(), {"x": torch.zeros(1)}, points=3)
     assert same_bits(model.parameters(), before)
 
 
 def test_line_between_checkpoints_starts_and_ends_at_them():
-    model, first, second = convnet(), convnet(seed=1), convnet(seed=2)
+    first, second = convnet(seed=1), convnet(seed=2)
     second[1].running_var.fill_(3)
-    batches = [images(6), images(4, seed=3)]
-    result = loss_between(Objective(model, batches, F.cross_entropy), first.state_dict(), second.state_dict(), points=5)
+    batches, before = [images(6), images(4, seed=3)], weights_of(first)
+    objective = Objective(first, batches, F.cross_entropy)
+    result = loss_between(objective, first.state_dict(), second.state_dict(), points=5)
+    backwards = loss_between(objective, second.state_dict(), first.state_dict(), points=5)
+    assert np.allclose(backwards.loss[::-1], result.loss, rtol=1e-5)
     for end, position in ((first, 0), (second, -1)):
         objective = Objective(end, batches, F.cross_entropy)
         with objective.measuring():
             assert result.loss[position] == pytest.approx(objective.loss(), rel=1e-5)
     assert "interpolated" in result.notes[0]
-    assert same_bits(model.parameters(), weights_of(convnet()))
+    assert same_bits(first.parameters(), before)
 
 
 def test_infinite_points_are_counted_and_become_none():
@@ -77,22 +73,6 @@ def test_infinite_points_are_counted_and_become_none():
     assert result.not_finite == 2
     assert json.dumps(result.to_dict(), allow_nan=False)
     assert result.to_dict()["loss"][0] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"points": 1}, "points"),
-        ({"span": (1, 1)}, "span"),
-        ({"directions": []}, "directions must be one or two"),
-        ({"directions": [{"x": torch.zeros(1)}]}, "not a parameter"),
-        ({"directions": [{"0.bias": torch.zeros(1)}]}, "shape"),
-        ({"directions": [{}]}, "moves no parameter"),
-    ],
-)
-def test_invalid_grid_and_directions_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        loss_landscape(objective_of(mlp()), **options)
 
 
 def test_frozen_parameters_do_not_move():
@@ -109,41 +89,19 @@ def test_frozen_parameters_do_not_move():
 def test_filters_of_direction_have_norms_of_weights():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 5, 2), nn.Linear(6, 7))
     (direction,) = random_directions(model, 1)
-    assert set(direction) == {"0.weight", "2.weight", "3.weight"}
+    assert set(direction) == {"0.weight", "2.weight", "3.weight"}  # neither biases nor normalization
     for i in range(4):
         assert direction["0.weight"][i].norm() == pytest.approx(model[0].weight[i].norm().item(), rel=1e-5)
     for i in range(5):
         assert direction["2.weight"][:, i].norm() == pytest.approx(model[2].weight[:, i].norm().item(), rel=1e-5)
 
 
-def test_biases_and_normalization_move_only_on_request():
-    model = convnet()
-    assert set(random_directions(model, 1)[0]) == {"0.weight", "4.weight"}
-    (moved,) = random_directions(model, 1, one_dimensional="normalize")
-    assert torch.equal(moved["1.weight"].abs(), model[1].weight.abs())
-    assert torch.equal(moved["0.weight"], random_directions(model, 1)[0]["0.weight"])
-
-
 # ---- stopped and resumed ----
 
 
-def test_weights_are_restored_bitwise_also_after_exception():
-    model = mlp(torch.float32)
-    objective = Objective(model, [vectors(4, torch.float32)], F.cross_entropy)
-    before = weights_of(model)
-
-    def stop(done, total):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loss_landscape(objective, points=3, progress=stop)
-    assert same_bits(model.parameters(), before)
-    loss_landscape(objective, points=3)
-    assert same_bits(model.parameters(), before)
-
-
-def test_interrupted_landscape_resumes_to_same_result(tmp_path):
+def test_interrupted_landscape_restores_weights_and_resumes_to_same_result(tmp_path):
     objective, file = objective_of(mlp()), tmp_path / "deep" / "state.txt"
+    before = weights_of(objective.model)
     whole = loss_landscape(objective, points=4)
 
     def stop_at_seven(done, total):
@@ -152,6 +110,7 @@ def test_interrupted_landscape_resumes_to_same_result(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         loss_landscape(objective, points=4, state_file=file, progress=stop_at_seven)
+    assert same_bits(objective.model.parameters(), before)
     seen = []
     again = loss_landscape(objective, points=4, state_file=file, progress=lambda *at: seen.append(at))
     assert seen == [(done, 16) for done in range(8, 17)]
@@ -185,11 +144,3 @@ def test_foreign_state_file_is_rejected_and_kept(tmp_path):
     with pytest.raises(ValueError, match="is not a state file"):
         loss_landscape(objective_of(mlp()), points=3, state_file=file)
     assert file.read_bytes() == b"something else"
-
-
-def test_finished_landscape_is_read_without_evaluation(tmp_path):
-    objective = objective_of(mlp())
-    first = loss_landscape(objective, points=3, state_file=tmp_path / "state.txt")
-    file = tmp_path / "state.txt"
-    again = loss_landscape(objective, points=3, state_file=file, progress=lambda *_: pytest.fail("evaluated"))
-    assert np.array_equal(first.loss, again.loss)

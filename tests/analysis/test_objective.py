@@ -3,9 +3,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparsesam.analysis import Objective, check_state, loss_landscape, select_parameters, sharpness
+from sparsesam import analysis
+from sparsesam.analysis import Objective, loss_landscape, select_parameters, sharpness
 from tests.analysis.oracles import mean_loss
-from tests.cases import convnet, half_masks, images, mlp, same_bits, vectors, weights_of
+from tests.cases import convnet, images, mlp, same_bits, vectors
 
 
 class Dictionaries(nn.Module):
@@ -19,11 +20,11 @@ class Dictionaries(nn.Module):
         return {"loss": F.cross_entropy(self.inner(values), labels)}
 
 
-def test_loss_is_mean_over_samples_of_unequal_batches():
-    model, batches = mlp(), [vectors(5), vectors(11, seed=2)]
+def test_loss_is_mean_over_samples_of_unequal_batches_without_dropout():
+    model, batches = nn.Sequential(mlp(), nn.Dropout(0.5)).train(), [vectors(5), vectors(11, seed=2)]
     objective = Objective(model, batches, F.cross_entropy)
     with objective.measuring():
-        assert objective.loss() == pytest.approx(mean_loss(model, batches).item(), rel=1e-12)
+        assert objective.loss() == pytest.approx(mean_loss(model[0], batches).item(), rel=1e-12)
 
 
 def test_model_loss_accepts_any_batch_structure():
@@ -77,32 +78,18 @@ def test_random_loss_raises_unless_allowed_and_is_one_draw():
     assert "one draw" in objective.summary().random_loss
 
 
-def test_dropout_layers_are_off():
-    model = nn.Sequential(mlp(), nn.Dropout(0.5)).train()
-    x, y = vectors(16)
-    objective = Objective(model, [(x, y)], F.cross_entropy)
-    with objective.measuring():
-        assert objective.loss() == pytest.approx(F.cross_entropy(model[0](x), y).item())
-    assert model[1].training
-
-
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
         ([], "empty"),
         ([(torch.zeros(0, 6), torch.zeros(0))], "no samples"),
         ([torch.zeros(3, 6)], "pair"),
-        (iter([]), "empty"),
+        (vectors(4), r"write \[batch\]"),
     ],
 )
 def test_invalid_batches_raise(batches, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Objective(mlp(), batches, F.cross_entropy)
-
-
-def test_single_batch_instead_of_list_raises():
-    with pytest.raises(TypeError, match=r"write \[batch\]"):
-        Objective(mlp(), vectors(4), F.cross_entropy)
 
 
 def test_non_scalar_or_non_finite_loss_raises():
@@ -118,21 +105,6 @@ def test_non_scalar_or_non_finite_loss_raises():
         sharpness(Objective(model, [vectors(4)], F.cross_entropy))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.pop("0.weight"), r"lacks 0\.weight"),
-        (lambda state: state.update({"module.x": torch.zeros(1)}), r"unknown module\.x"),
-        (lambda state: state.update({"0.bias": torch.zeros(2)}), r"0\.bias: \(2,\) for \(8,\)"),
-    ],
-)
-def test_mismatched_state_dict_raises(change, message):
-    state = mlp().state_dict()
-    change(state)
-    with pytest.raises(ValueError, match=message):
-        check_state(mlp(), state)
-
-
 def test_parameters_are_trained_ones_or_selected_by_name():
     model = mlp()
     model[0].weight.requires_grad_(False)
@@ -144,22 +116,30 @@ def test_parameters_are_trained_ones_or_selected_by_name():
 
 
 @pytest.mark.parametrize(
-    ("masks", "message"),
+    ("name", "options", "message"),
     [
-        ({"nowhere": torch.ones(1, dtype=torch.bool)}, "nowhere"),
-        ({"0.bias": torch.ones(3).bool()}, r"masks\['0.bias'\] must have the parameter's shape \(8,\), got \(3,\)"),
-        ({"0.bias": torch.ones(8)}, r"masks\['0.bias'\] must be a bool tensor, got torch.float"),
+        ("generalization_bound", {"n": 1}, "n must be an integer of at least 2"),
+        ("generalization_bound", {"delta": 0.0}, r"delta must be in \(0, 1\)"),
+        ("generalization_bound", {"classes": 1}, "classes must be an integer of at least 2"),
+        ("gradient_difference", {"rho": 0.0}, "rho must be positive"),
+        ("hessian_diagonal", {"probes": 0}, "probes must be an integer of at least 1"),
+        ("hessian_eigenvalues", {"count": 0}, "count must be between 1 and the number of weights, 119"),
+        ("hessian_trace", {"probes": 1}, "probes must be an integer of at least 2"),
+        ("loss_landscape", {"points": 1}, "points must be an integer of at least 2"),
+        ("loss_landscape", {"span": (1, 1)}, "span must be"),
+        ("loss_landscape", {"directions": []}, "directions must be one or two"),
+        ("loss_landscape", {"directions": [{"x": torch.zeros(1)}]}, "not a parameter"),
+        ("loss_landscape", {"directions": [{"0.bias": torch.zeros(1)}]}, "shape"),
+        ("loss_landscape", {"directions": [{}]}, "moves no parameter"),
+        ("sharpness", {"masks": {}}, "keep no weight"),
+        ("sharpness", {"masks": {"nowhere": torch.ones(1).bool()}}, "nowhere"),
+        ("sharpness", {"masks": {"0.bias": torch.ones(3).bool()}}, r"the parameter's shape \(8,\), got \(3,\)"),
+        ("sharpness", {"masks": {"0.bias": torch.ones(8)}}, "must be a bool tensor, got torch.float"),
+        ("sharpness", {"rho": -1.0}, "rho must be positive and finite"),
+        ("sharpness", {"steps": 0}, "steps must be an integer of at least 1"),
+        ("spectral_density", {"width": 0.0}, "width must be positive"),
     ],
 )
-def test_mismatched_masks_raise(masks, message):
+def test_every_analysis_refuses_bad_arguments(name, options, message):
     with pytest.raises(ValueError, match=message):
-        sharpness(Objective(mlp(), [vectors(4)], F.cross_entropy), masks=masks)
-
-
-def test_weights_and_gradients_are_unchanged():
-    model, batch = mlp(), vectors(8)
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
-    gradients, weights = [p.grad.clone() for p in model.parameters()], weights_of(model)
-    sharpness(Objective(model, [batch], F.cross_entropy), masks=half_masks(model))
-    assert same_bits([p.grad for p in model.parameters()], gradients)
-    assert same_bits(model.parameters(), weights)
+        getattr(analysis, name)(Objective(mlp(), [vectors(4)], F.cross_entropy), **options)

@@ -53,7 +53,9 @@ class TokenModel(nn.Module):
 
 
 class Unusual(nn.Module):
-    """A view of a weight is taken long before its use, an output is written to, and a gradient has two steps."""
+    """A view of a weight is taken long before its use, an output is written to, a gradient has two steps, and a weight
+    is used twice.
+    """
 
     def __init__(self):
         super().__init__()
@@ -64,7 +66,7 @@ class Unusual(nn.Module):
     def forward(self, x):
         last = self.last.t()
         x = F.relu_(self.first(x.flatten(1)))
-        return F.gelu(torch.addmm(self.bias, x, self.middle, alpha=2.0)) @ last
+        return F.gelu(torch.addmm(self.bias, x, self.middle, alpha=2.0)).mm(self.middle) @ last
 
 
 def tokens(count=64):
@@ -132,44 +134,13 @@ def test_predicted_products_are_those_of_step(build, kept, monkeypatch):
 
 
 def test_no_perturbation_costs_one_base_step_and_full_costs_two():
-    model = Block()
-    costs = step_costs(model, example(model)[0])
-    assert costs.step(masks_of(model)) == 1
-    assert costs.step(masks_of(model, "")) == pytest.approx(2, rel=0.01)
-
-
-def test_base_is_whole_pass():
     model, (x, _) = Block(), cases.images(64)
     costs = step_costs(model, x)
+    assert costs.step(masks_of(model)) == 1
+    assert costs.step(masks_of(model, "")) == pytest.approx(2, rel=0.01)
     with MultiplyAdds() as counter:
         model(x).mean().backward()
     assert costs.base == pytest.approx(counter.total, rel=0.01)
-    assert costs.backward.sum() + costs.second_forward[0] == pytest.approx(costs.base)
-
-
-def test_first_use_is_in_execution_order():
-    model = TokenModel()
-    first_use = step_costs(model, {"tokens": tokens()[0]}).first_use
-    assert set(first_use) == {name for name, _ in model.named_parameters()}
-    order = ["embed.weight", "place", "attend.in_proj_weight", "attend.out_proj.weight", "norm.weight", "wide.weight"]
-    places = [first_use[name] for name in order]
-    assert places == sorted(set(places))
-
-
-def test_weight_used_twice_is_charged_twice():
-    shared = nn.Linear(6, 6, bias=False)
-    costs = step_costs(nn.Sequential(shared, nn.Tanh(), shared), torch.randn(4, 6))
-    once = step_costs(nn.Sequential(shared, nn.Tanh()), torch.randn(4, 6))
-    assert costs.perturbing("0.weight", 1) - once.perturbing("0.weight", 1) == 2 * 4 * 6 * 6  # dX and dW
-
-
-def test_some_filters_cost_less_than_some_weights():
-    model = Block()
-    costs = step_costs(model, example(model)[0])
-    rows, entries = masks_of(model), masks_of(model)
-    rows["inner.weight"][:2] = True
-    entries["inner.weight"][:, :2] = True
-    assert costs.step(rows) < costs.step(entries) < costs.step(masks_of(model, "inner.weight"))
 
 
 def test_some_filters_of_grouped_convolution_and_attention_cost_as_much_as_all():

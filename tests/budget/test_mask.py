@@ -109,11 +109,6 @@ def test_prefixes_fit_and_are_nearly_optimal(lists, capacity):
     assert sum(v[k] for v, k in zip(values, taken, strict=True)) >= best - max(v[-1] for v in values) - 1e-9
 
 
-def test_prefixes_of_equal_cost_are_best_entries():
-    values = [np.cumsum([0.0, 9, 5, 1]), np.cumsum([0.0, 8, 7, 6])]
-    assert best_prefixes(values, [np.arange(4.0), np.arange(4.0)], 4.0) == [1, 3]
-
-
 @pytest.mark.parametrize("budget", [1.2, 1.3, 1.5, 1.8])
 def test_choice_is_nearly_that_of_exhaustive_search(budget):
     names = [name for name, _ in CHAIN.named_parameters()]
@@ -142,7 +137,7 @@ def test_larger_budget_gathers_more(unit):
     rules = [BudgetMask(CHAIN_COSTS, budget, Given(scores), unit) for budget in (1.2, 1.4, 1.7, 2.5)]
     totals = [gathered(rule.make(context(CHAIN)), scores) for rule in rules]
     assert totals == sorted(set(totals))
-    assert totals[-1] == pytest.approx(sum(float(score.sum()) for score in scores.values()))
+    assert totals[-1] == pytest.approx(sum(float(score.sum()) for score in scores.values()))  # two passes: everything
 
 
 @pytest.mark.parametrize("unit", ["tensor", "filter"])
@@ -166,11 +161,6 @@ def test_cost_of_parallel_branches_is_not_underestimated():
         assert costs.step(masks) <= budget + 1e-12
 
 
-def test_budget_of_two_passes_perturbs_everything_without_scores():
-    masks = BudgetMask(CHAIN_COSTS, 2.5, Given({})).make(context(CHAIN))
-    assert all(mask.all() for mask in masks.values())
-
-
 # ---- with the optimizer ----------------------------------------------------------------------------------------------
 
 
@@ -192,8 +182,8 @@ def test_excluded_parameters_are_not_chosen():
     rule = budget_mask(model, cases.images()[0], 1.9)
     opt = sparsesam.SSAM(torch.optim.SGD(groups, lr=0.1), model, mask=rule, norm="masked")
     train(opt, model, 1)
+    assert [name for name, mask in opt.masks.items() if mask.any()]
     assert set(opt.masks) == {"0.weight", "1.weight", "1.bias", "3.weight"}
-    assert any(mask.any() for mask in opt.masks.values())
 
 
 @pytest.mark.parametrize("unit", ["tensor", "filter"])

@@ -102,9 +102,8 @@ def groups(shape: tuple[int, ...], m: int, axis: str) -> Iterator[list[tuple[int
 
 
 def n_of_m(pattern: NM, score: np.ndarray, first: np.ndarray | None) -> np.ndarray:
-    """Entries outside of full groups are all kept, except in vectors with vectors="none"."""
-    outside = (score > -math.inf) & (score.ndim >= 2 or pattern.vectors == "dense")
-    kept = outside if first is None else first.copy()
+    """Entries outside of full groups are all kept."""
+    kept = score > -math.inf if first is None else first.copy()
     for members in groups(score.shape, pattern.m, pattern.axis):
         certain = [index for index in members if first is not None and first[index]]
         others = sorted((index for index in members if index not in certain), key=lambda index: -score[index])

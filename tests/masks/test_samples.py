@@ -48,24 +48,19 @@ def test_samples_are_drawn_without_replacement_in_chunks(name):
 
 
 @pytest.mark.parametrize("name", INDEXED)
-def test_generator_determines_samples(name):
+def test_generator_determines_samples_and_global_generator_is_unchanged(name):
     first = drawn(INDEXED[name], seed=3)
     torch.manual_seed(2)
-    torch.testing.assert_close(drawn(INDEXED[name], seed=3), first)
-    assert not torch.equal(drawn(INDEXED[name], seed=4)[0][1], first[0][1])
-
-
-@pytest.mark.parametrize("name", [*INDEXED, "batches", "generator"])  # a DataLoader draws its workers' seed itself
-def test_global_generator_is_unchanged(name):
     before = torch.random.get_rng_state()
-    drawn(INDEXED[name] if name in INDEXED else stream(name))
+    torch.testing.assert_close(drawn(INDEXED[name], seed=3), first)
     assert torch.equal(torch.random.get_rng_state(), before)
+    assert not torch.equal(drawn(INDEXED[name], seed=4)[0][1], first[0][1])
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_stream_is_read_from_start_and_last_batch_sliced(name):
     batches = drawn(stream(name), count=6)
-    assert [len(y) for _, y in batches] == [3, 1, 2]
+    assert [len(y) for _, y in batches] == [4, 2]
     assert torch.equal(torch.cat([y for _, y in batches]), Y[:6])
     assert torch.equal(torch.cat([x for x, _ in batches]), X[:6])
 

@@ -9,7 +9,6 @@ Every analysis takes an `Objective`: a model, its loss and a fixed list of batch
 """
 
 from sparsesam.analysis.bound import GeneralizationBound, generalization_bound
-from sparsesam.analysis.convergence import Convergence, SmoothProblem, measure_convergence, nonconvex_logistic
 from sparsesam.analysis.fisher import FisherAgreement, fisher_vs_hessian
 from sparsesam.analysis.gradients import GradientDifference, compare_gradients, gradient_difference
 from sparsesam.analysis.hessian import (
@@ -24,15 +23,14 @@ from sparsesam.analysis.hessian import (
 )
 from sparsesam.analysis.landscape import Landscape, ProgressCallback, loss_between, loss_landscape, random_directions
 from sparsesam.analysis.masks import MaskHistory, masks_over_time
-from sparsesam.analysis.objective import Objective, check_state, select_parameters
+from sparsesam.analysis.objective import Objective, select_parameters
 from sparsesam.analysis.results import AnalysisResult, ObjectiveSummary
 from sparsesam.analysis.sharpness import Sharpness, sharpness
 
 __all__ = [
-    "AnalysisResult", "Convergence", "FisherAgreement", "GeneralizationBound", "GradientDifference", "HessianOperator",
+    "AnalysisResult", "FisherAgreement", "GeneralizationBound", "GradientDifference", "HessianOperator",
     "HessianSpectrum", "HessianTrace", "Landscape", "MaskHistory", "Objective", "ObjectiveSummary", "ProgressCallback",
-    "Sharpness", "SmoothProblem", "SpectralDensity", "check_state", "compare_gradients", "fisher_vs_hessian",
-    "generalization_bound", "gradient_difference", "hessian_diagonal", "hessian_eigenvalues", "hessian_trace",
-    "loss_between", "loss_landscape", "masks_over_time", "measure_convergence", "nonconvex_logistic",
-    "random_directions", "select_parameters", "sharpness", "spectral_density",
+    "Sharpness", "SpectralDensity", "compare_gradients", "fisher_vs_hessian", "generalization_bound",
+    "gradient_difference", "hessian_diagonal", "hessian_eigenvalues", "hessian_trace", "loss_between",
+    "loss_landscape", "masks_over_time", "random_directions", "select_parameters", "sharpness", "spectral_density",
 ]  # fmt: skip

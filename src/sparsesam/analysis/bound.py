@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
-
-from sparsesam.analysis.objective import Objective, ParameterFilter, norm, select_parameters
+from sparsesam.analysis.objective import Objective, norm, select_parameters
 from sparsesam.analysis.results import Measurement
 from sparsesam.analysis.sharpness import sharpness
 from sparsesam.utils.checks import check_count
@@ -39,15 +37,11 @@ class GeneralizationBound(Measurement):
     dimension_term: float
     confidence_term: float
     remainder: float
-    loss: float
+    threshold: float
+    vacuous: bool
     squared_norm: float
     k: int
     n: int
-    delta: float
-    rho: float
-    threshold: float
-    vacuous: bool
-    masked: bool
 
 
 def generalization_bound(
@@ -57,16 +51,14 @@ def generalization_bound(
     n: int | None = None,
     delta: float = 0.05,
     classes: int | None = None,
-    masks: Mapping[str, Tensor] | None = None,
-    steps: int = 20,
-    parameters: ParameterFilter = None,
+    **ascent: Any,
 ) -> GeneralizationBound:
-    """Evaluate theorem 3 at the model's weights.
+    """Evaluate theorem 3 at the model's weights, with max_loss found by `sharpness` and its arguments ``ascent``.
 
-    ``n`` is the size of the training set, by default the number of samples of the objective. ``classes`` gives
-    log C to compare the cross-entropy with; without it the loss is assumed to be in [0, 1].
+    ``n`` is the size of the training set, by default the number of samples of the objective. Without ``classes`` the
+    loss is assumed to be in [0, 1].
     """
-    chosen = select_parameters(objective.model, parameters)
+    chosen = select_parameters(objective.model)
     k, squared_norm = sum(p.numel() for p in chosen.values()), norm(chosen.values()) ** 2
     n = objective.samples if n is None else n
     check_count("n", n, "n is the number of training samples", least=2)
@@ -74,30 +66,15 @@ def generalization_bound(
         check_count("classes", classes, "with one class there is nothing to predict", least=2)
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta}; the bound holds with probability 1 - delta")
-    measured = sharpness(objective, rho, steps=steps, masks=masks, parameters=parameters)
-    dimension = k * math.log1p(squared_norm / rho**2 * (1 + math.sqrt(math.log(n) / k)) ** 2)
-    confidence = 4 * math.log(n / delta)
-    remainder = 8 * math.log(6 * n + 3 * k)
-    complexity = math.sqrt((dimension + confidence + remainder) / (n - 1))
-    bound = measured.max_loss + complexity
-    threshold = 1.0 if classes is None else math.log(classes)
-    some = f"the training loss is measured on {objective.samples} of the {n} samples"
-    return GeneralizationBound(
-        bound=bound,
-        max_loss=measured.max_loss,
-        complexity=complexity,
-        dimension_term=dimension,
-        confidence_term=confidence,
-        remainder=remainder,
-        loss=measured.loss,
-        squared_norm=squared_norm,
-        k=k,
-        n=n,
-        delta=delta,
-        rho=rho,
-        threshold=threshold,
-        vacuous=not bound < threshold,
-        masked=masks is not None,
-        measured_on=objective.summary(),
-        notes=[*_NOTES, *([some] if objective.samples < n else [])],
+    measured = sharpness(objective, rho, **ascent)
+    terms = (
+        k * math.log1p(squared_norm / rho**2 * (1 + math.sqrt(math.log(n) / k)) ** 2),
+        4 * math.log(n / delta),
+        8 * math.log(6 * n + 3 * k),
     )
+    max_loss, complexity = measured.max_loss, math.sqrt(sum(terms) / (n - 1))
+    bound, threshold = max_loss + complexity, 1.0 if classes is None else math.log(classes)
+    vacuous, sizes = not bound < threshold, (squared_norm, k, n)
+    some = [f"the training loss is measured on {objective.samples} of the {n} samples"] * (objective.samples < n)
+    made = objective.measured(*_NOTES, *some)
+    return GeneralizationBound(bound, max_loss, complexity, *terms, threshold, vacuous, *sizes, **made)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -86,22 +85,19 @@ def fisher_vs_hessian(
         products=hessian.products,
         labels=labels,
         scatter=np.stack([f[chosen], h[chosen]], axis=1),
-        measured_on=objective.summary(),
-        notes=hessian.notes,
+        **objective.measured(*hessian.notes),
     )
 
 
 def _pearson(a: Array, b: Array) -> float:
-    a, b = a - a.mean(), b - b.mean()
-    length = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / length if length > 0 else math.nan
+    with np.errstate(invalid="ignore"):  # NaN if either is constant
+        return float(np.corrcoef(a, b)[0, 1])
 
 
 def _ranks(values: Array) -> Array:
     """Returns ranks from 0; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return np.asarray((last - (counts + 1) / 2)[inverse], dtype=np.float64)
+    return np.asarray((np.cumsum(counts) - (counts + 1) / 2)[inverse])
 
 
 def _kept_in_common(a: Array, b: Array, sparsity: float) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from sparsesam.analysis.objective import Objective, ParameterFilter, check_masks, moving, norm, select_parameters
+from sparsesam.analysis.objective import Objective, check_masks, moving, norm, select_parameters
 from sparsesam.analysis.results import AnalysisResult, Array, ObjectiveSummary
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -59,11 +59,7 @@ class GradientDifference(AnalysisResult):
 
 
 def gradient_difference(
-    objective: Objective,
-    rho: float = 0.05,
-    *,
-    masks: Mapping[str, Tensor] | None = None,
-    parameters: ParameterFilter = None,
+    objective: Objective, rho: float = 0.05, *, masks: Mapping[str, Tensor] | None = None
 ) -> GradientDifference:
     """Compare the objective's gradient at w with that at w + rho * g / ||g||, SAM's ascent of every weight.
 
@@ -72,7 +68,7 @@ def gradient_difference(
     """
     if not rho > 0:
         raise ValueError(f"rho must be positive, got {rho}; with 0 the two gradients are the same")
-    chosen = select_parameters(objective.model, parameters)
+    chosen = select_parameters(objective.model)
     tensors = list(chosen.values())
     with objective.measuring(tensors):
         _, plain = objective.gradient(tensors)
@@ -87,10 +83,7 @@ def gradient_difference(
 
 
 def compare_gradients(
-    plain: Mapping[str, Tensor],
-    perturbed: Mapping[str, Tensor],
-    *,
-    masks: Mapping[str, Tensor] | None = None,
+    plain: Mapping[str, Tensor], perturbed: Mapping[str, Tensor], *, masks: Mapping[str, Tensor] | None = None
 ) -> GradientDifference:
     """Compare two given gradients by parameter name, for example those of one training step."""
     if plain.keys() != perturbed.keys() or any(plain[name].shape != perturbed[name].shape for name in plain):

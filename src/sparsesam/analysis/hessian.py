@@ -101,13 +101,8 @@ class HessianOperator:
 
     def measured(self, *notes: str) -> dict[str, Any]:
         """Returns the fields of a `HessianMeasurement`."""
-        return {
-            "products": self.products,
-            "size": self.size,
-            "parameters": list(self.parameters),
-            "measured_on": self.objective.summary(),
-            "notes": [*self.notes, *notes],
-        }
+        own = {"products": self.products, "size": self.size, "parameters": list(self.parameters)}
+        return own | self.objective.measured(*self.notes, *notes)
 
     def _product(self, index: int, vector: Sequence[Tensor]) -> Tensor:
         gradient: Sequence[Tensor] | None = self._graphs.get(index)
@@ -166,24 +161,22 @@ def hessian_eigenvalues(
     count: int = 5,
     *,
     tolerance: float = 1e-3,
-    max_products: int = 1000,
-    max_basis: int = 64,
+    max_products: int = 200,
     seed: int = 0,
 ) -> HessianSpectrum:
     """Compute the ``count`` largest eigenvalues to relative ``tolerance``.
 
-    Lanczos with full reorthogonalization from one random vector, with thick restarts only when ``max_basis``
-    vectors are stored, until every residual is below 0.3 * tolerance * |eigenvalue|. As in any Krylov method with one
-    start vector, only one copy of a multiple eigenvalue is found, and some of several very close ones may be missed.
+    Lanczos with full reorthogonalization from one random vector, until every residual is below 0.3 * tolerance *
+    |eigenvalue|; it keeps as many vectors as it takes products. As in any Krylov method with one start vector, only one
+    copy of a multiple eigenvalue is found, and some of several very close ones may be missed.
     """
     hessian = operator_of(hessian)
     if not 1 <= count <= hessian.size:
         raise ValueError(f"count must be between 1 and the number of weights, {hessian.size}, got {count}")
     start = hessian.random_normal(torch.Generator().manual_seed(seed))
-    limits = {"max_products": max_products, "max_basis": max_basis}
     with hessian.measuring():
         values, errors, vectors, converged = top_eigenpairs(
-            hessian.__matmul__, start, count, tolerance=tolerance, **limits
+            hessian.__matmul__, start, count, tolerance=tolerance, max_products=max_products
         )
     late = f"not converged to {tolerance} within {hessian.products} products: raise max_products"
     return HessianSpectrum(
@@ -266,8 +259,9 @@ def spectral_density(
     nodes, shares = [], []
     with hessian.measuring():
         for _ in range(probes):
-            matrix = lanczos(hessian.__matmul__, hessian.random_normal(generator), min(steps, hessian.size))
-            values, vectors = np.linalg.eigh(matrix)
+            spaces = lanczos(hessian.__matmul__, hessian.random_normal(generator))
+            space = next(space for space in spaces if len(space.basis) == steps or space.remainder == 0)
+            values, vectors = np.linalg.eigh(space.projected)
             nodes.append(values)
             shares.append(vectors[0] ** 2)
     every = np.concatenate(nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
@@ -9,18 +10,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sparsesam.analysis.objective import Objective, ParameterFilter, check_state, moving, norm, select_parameters
+from sparsesam.analysis.objective import Objective, ParameterFilter, moving, norm, select_parameters
 from sparsesam.analysis.results import Array, Measurement
 from sparsesam.distributed.ddp import unwrap
 from sparsesam.masks.fixed import NORMALIZATION, is_layer_of
-from sparsesam.utils.checks import check_choice, check_count, check_like_parameters
+from sparsesam.utils.checks import check_count, check_like_parameters
 
 Direction = dict[str, Tensor]
 ProgressCallback = Callable[[int, int], None]
@@ -83,68 +83,49 @@ def loss_between(
     of the first checkpoint.
     """
     axis, model = _axis(points, span), objective.model
-    for label, state in (("first", first), ("second", second)):
-        check_state(model, state, label)
+    ends, states = [], copy.deepcopy((second, first))  # either may be the model's own, which is overwritten
     with moving([*model.parameters(), *model.buffers()]):
-        model.load_state_dict(first)
-        way = {
-            name: second[name].detach().to(tensor) - tensor.detach()
-            for name, tensor in _named_tensors(model).items()
-            if name in second and tensor.is_floating_point()
-        }
+        for state in states:
+            model.load_state_dict(state)
+            floating = {name: tensor for name, tensor in _named_tensors(model).items() if tensor.is_floating_point()}
+            ends.append({name: tensor.detach().clone() for name, tensor in floating.items()})
+        way = {name: end - ends[1][name] for name, end in ends[0].items()}
         result = _evaluate(objective, [way], [axis], state_file, progress)
     frozen = objective.statistics == "frozen" and any(True for _ in model.buffers())
     return replace(result, notes=[_INTERPOLATED]) if frozen else result
 
 
 def random_directions(
-    model: nn.Module,
-    count: int = 2,
-    *,
-    seed: int = 0,
-    parameters: ParameterFilter = None,
-    one_dimensional: Literal["ignore", "normalize"] = "ignore",
+    model: nn.Module, count: int = 2, *, seed: int = 0, parameters: ParameterFilter = None
 ) -> list[Direction]:
     """Filter-normalized Gaussian directions (Li et al. 2018): for every output filter i
 
         d_i <- d_i / ||d_i|| * ||w_i||
 
-    Biases and normalization parameters do not move, as in the authors' own figures;
-    ``one_dimensional="normalize"`` moves them too, treating each entry as a filter.
+    Biases and normalization parameters do not move, as in the authors' own figures.
 
     The Gaussian numbers depend only on the seed and the shapes, so checkpoints of one model get the same
     directions, each scaled to its own weights. They are drawn on the CPU and are the same for every device.
     """
-    check_choice("one_dimensional", one_dimensional, ("ignore", "normalize"))
     model = unwrap(model)
     chosen = select_parameters(model, parameters)
     generator = torch.Generator().manual_seed(seed)
     directions: list[Direction] = []
     for _ in range(count):
         direction: Direction = {}
-        for name, parameter in chosen.items():
+        for name, weight in chosen.items():
             # Drawn even if unused: ignoring a parameter must not change the numbers of the others.
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32).to(weight)
             layer = model.get_submodule(name.rpartition(".")[0])
-            if one_dimensional == "ignore" and (parameter.dim() < 2 or is_layer_of(layer, NORMALIZATION)):
-                continue
-            axis = 1 if isinstance(layer, _TRANSPOSED) else 0
-            direction[name] = filter_normalized(noise.to(parameter), parameter.detach(), axis=axis)
+            if weight.dim() > 1 and not is_layer_of(layer, NORMALIZATION):
+                axis = 1 if isinstance(layer, _TRANSPOSED) else 0
+                others = [dimension for dimension in range(weight.dim()) if dimension != axis]
+                have, want = (torch.linalg.vector_norm(t.detach(), dim=others, keepdim=True) for t in (noise, weight))
+                direction[name] = noise * (want / have.clamp_min(torch.finfo(have.dtype).tiny))
         directions.append(direction)
     if directions and not directions[0]:
-        raise ValueError("no parameter has two dimensions; pass one_dimensional='normalize' to move the others")
+        raise ValueError("no parameter that is selected has two dimensions; the others do not move")
     return directions
-
-
-def filter_normalized(direction: Tensor, weight: Tensor, *, axis: int = 0) -> Tensor:
-    """Scale each slice of the direction along ``axis`` to the norm of the weight's slice (1-D: each entry)."""
-    if weight.dim() < 2:
-        return direction.sign() * weight.abs()
-    others = [dimension for dimension in range(weight.dim()) if dimension != axis]
-    have = torch.linalg.vector_norm(direction, dim=others, keepdim=True)
-    want = torch.linalg.vector_norm(weight, dim=others, keepdim=True)
-    scaled: Tensor = direction * (want / have.clamp_min(torch.finfo(have.dtype).tiny))
-    return scaled
 
 
 def _checked(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> list[Direction]:
@@ -194,17 +175,9 @@ def _evaluate(
                     state.write(f"{losses[-1]!r}\n")
             progress(len(losses), len(points))
     loss = np.reshape(losses, [len(axis) for axis in reversed(axes)])
-    return Landscape(
-        x=axes[0],
-        y=axes[1] if len(axes) == 2 else np.zeros(0),
-        loss=loss,
-        center_loss=center,
-        lengths=[norm(direction.values()) for direction in directions],
-        weights_moved=sum(tensor.numel() for tensor in tensors.values()),
-        not_finite=int((~np.isfinite(loss)).sum()),
-        measured_on=objective.summary(),
-        notes=[],
-    )
+    x, y = axes[0], axes[1] if len(axes) == 2 else np.zeros(0)
+    lengths, moved = [norm(d.values()) for d in directions], sum(tensor.numel() for tensor in tensors.values())
+    return Landscape(x, y, loss, center, lengths, moved, int((~np.isfinite(loss)).sum()), **objective.measured())
 
 
 def _open_state(path: Path, fingerprint: str) -> list[float]:

@@ -42,7 +42,7 @@ def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> Ma
     """
     shapes: dict[str, torch.Size] = {}
     steps: list[int] = []
-    ones, both, either = [], [], []  # counts: a row per snapshot or pair of consecutive ones, a column per layer
+    ones, both = [], []  # counts: a row per snapshot or pair of consecutive ones, a column per layer
     previous = ever = always = torch.zeros(0, dtype=torch.bool)  # all layers as one vector
     for step, masks in snapshots:
         shapes = shapes or {name: mask.shape for name, mask in masks.items()}
@@ -54,17 +54,15 @@ def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> Ma
         else:
             ever, always = ever | mask, always & mask
             both.append(_count(mask & previous, shapes))
-            either.append(_count(mask | previous, shapes))
         ones.append(_count(mask, shapes))
         steps.append(int(step))
         previous = mask
     if not steps:
         raise ValueError("snapshots is empty; give [(step, {name: bool tensor}), ...]")
     weights = np.array([shape.numel() for shape in shapes.values()], dtype=np.float64)
-    total = weights.sum()
-    counts = np.array(ones)
-    common, union = (np.array(rows).reshape(-1, len(weights)) for rows in (both, either))
-    used = _count(ever, shapes)
+    total, used, counts = weights.sum(), _count(ever, shapes), np.array(ones)
+    common = np.array(both).reshape(-1, len(weights))
+    union = counts[:-1] + counts[1:] - common
     p, q = (_ratio(rows, np.maximum(weights, 1)) for rows in (counts[:-1], counts[1:]))
     return MaskHistory(
         steps=steps,

@@ -77,6 +77,10 @@ class Objective:
         random_loss = "one draw, the same at every point" if self.allow_random else "rejected"
         return ObjectiveSummary(len(self.batches), self.samples, self.statistics, random_loss)
 
+    def measured(self, *notes: str) -> dict[str, Any]:
+        """Returns the fields of a `Measurement`."""
+        return {"measured_on": self.summary(), "notes": list(notes)}
+
     def batch_loss(self, index: int) -> Tensor:
         """Returns the differentiable loss of one batch; call inside `measuring`."""
         if self.allow_random:
@@ -178,23 +182,6 @@ def check_masks(masks: Mapping[str, Tensor] | None, parameters: Mapping[str, Ten
     check_bool("masks", masks or {})
     default = {name: torch.full_like(p, masks is None, dtype=torch.bool) for name, p in parameters.items()}
     return default | {name: mask.to(parameters[name].device) for name, mask in (masks or {}).items()}
-
-
-def check_state(model: nn.Module, state: Mapping[str, Any], name: str = "state dict") -> None:
-    """Raise ValueError, before anything is changed, if a state dict does not fit the model."""
-    own = unwrap(model).state_dict()
-    shapes = {key: [tuple(getattr(part[key], "shape", ())) for part in (state, own)] for key in own if key in state}
-    problems = {
-        "lacks": [key for key in own if key not in state],
-        "has unknown": [key for key in state if key not in own],
-        "has different shapes,": [f"{key}: {got} for {want}" for key, (got, want) in shapes.items() if got != want],
-    }
-    texts = [f"it {what} {', '.join(found[:3])}" for what, found in problems.items() if found]
-    if texts:
-        raise ValueError(
-            f"{name} does not fit {type(model).__name__}: {'; '.join(texts)}; "
-            "give the model's own state_dict(), without the prefix of an optimizer or a wrapper"
-        )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsesam.analysis.objective import Objective, ParameterFilter, check_masks, moving, norm, select_parameters
+from sparsesam.analysis.objective import Objective, check_masks, moving, norm, select_parameters
 from sparsesam.analysis.results import Measurement
 from sparsesam.utils.checks import check_count
 
@@ -28,7 +28,6 @@ class Sharpness(Measurement):
     increase: float
     one_step: float
     path: list[float]
-    masked: bool
     weights_perturbed: int
 
 
@@ -38,7 +37,6 @@ def sharpness(
     *,
     steps: int = 20,
     masks: Mapping[str, Tensor] | None = None,
-    parameters: ParameterFilter = None,
     seed: int = 0,
 ) -> Sharpness:
     """Projected gradient ascent with ``steps`` gradients; starts with SAM's step and continues from its best point:
@@ -52,7 +50,7 @@ def sharpness(
     if not 0 < rho < math.inf:
         raise ValueError(f"rho must be positive and finite, got {rho}")
     check_count("steps", steps, "1 is SAM's own step")
-    chosen = select_parameters(objective.model, parameters)
+    chosen = select_parameters(objective.model)
     tensors, kept = list(chosen.values()), list(check_masks(masks, chosen).values())
     perturbed = sum(int(mask.sum()) for mask in kept)
     if perturbed == 0:
@@ -89,15 +87,5 @@ def sharpness(
     if not math.isfinite(values[-1]):
         max_loss = math.inf
         notes.append("the loss is not finite somewhere within the ball")
-    return Sharpness(
-        rho=rho,
-        loss=loss,
-        max_loss=max_loss,
-        increase=max_loss - loss,
-        one_step=values[0] - loss,
-        path=path,
-        masked=masks is not None,
-        weights_perturbed=perturbed,
-        measured_on=objective.summary(),
-        notes=notes,
-    )
+    increase, one_step, made = max_loss - loss, values[0] - loss, objective.measured(*notes)
+    return Sharpness(rho, loss, max_loss, increase, one_step, path, perturbed, **made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from sparsesam.budget.costs import Floats, StepCosts, step_costs
 from sparsesam.masks.fisher import LossFn, ModelLoss
 from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.scores import Fisher, GradientEnergy, Score, ScoreContext
+from sparsesam.masks.scores import Fisher, Score, ScoreContext
 from sparsesam.utils.checks import NonFiniteScoreError, check_choice, is_finite
 
 BudgetUnit = Literal["tensor", "filter"]
+#: The cost of perturbing from a parameter on, and by later parameter the added cost of 0, 1, 2, … of its units.
+Frontier = tuple[float, dict[str, Floats]]
 
 
 class BudgetReport(NamedTuple):
@@ -41,19 +43,13 @@ class BudgetReport(NamedTuple):
         return "\n".join(lines)
 
 
-class Frontier(NamedTuple):
-    """The earliest parameter that may be perturbed: what that costs, and what can be perturbed from there on."""
-
-    fixed: float
-    items: Mapping[str, Floats]  # by parameter: the added cost of perturbing 0, 1, 2, … of its units
-
-
 @dataclass(frozen=True, eq=False)
 class BudgetMask(MaskRule):
     """Perturbs the units with the largest total score that a step of the given cost can perturb.
 
         max  sum of scores over P     subject to     cost of a step that perturbs P <= budget
 
+    Without a score, that of a weight is its squared gradient.
     Every parameter is tried as the frontier, the earliest that is perturbed. From there on, the budget goes to the
     parameters, or to their filters, with the largest scores per cost; normalization parameters and biases cost almost
     nothing. It needs ``norm="masked"``: with "full", every gradient is computed.
@@ -62,7 +58,7 @@ class BudgetMask(MaskRule):
     needs_masked_norm: ClassVar[bool] = True
     costs: StepCosts
     budget: float
-    score: Score = field(default_factory=GradientEnergy)
+    score: Score | None = None
     unit: BudgetUnit = "tensor"
     refresh: int | None = None
     seed: int = 0
@@ -85,7 +81,7 @@ class BudgetMask(MaskRule):
 
     @property
     def needs_gradient(self) -> bool:
-        return self.score.needs_gradient
+        return self.score is None or self.score.needs_gradient
 
     @property
     def _allowance(self) -> float:
@@ -104,7 +100,7 @@ class BudgetMask(MaskRule):
         if self.costs.step(masks) <= self.budget:
             return masks
         counts = {name: self._unit_count(name) for name in masks}
-        scores = unit_sums(self.score(context), counts)
+        scores = unit_sums(_squared_gradients(context) if self.score is None else self.score(context), counts)
         chosen = best_units(self._frontiers(context.parameters), scores, self._allowance)
         for name, mask in masks.items():
             mask.zero_().view(counts[name], -1)[chosen.get(name, [])] = True
@@ -146,7 +142,7 @@ class BudgetMask(MaskRule):
             for name in (name for name, place in places.items() if place >= frontier):
                 added = costs.passing({*first, name}) - fixed
                 items[name] = units[name] + added * (np.arange(len(units[name])) > 0)
-            frontiers.append(Frontier(fixed, items))
+            frontiers.append((fixed, items))
         least = _least(frontiers, names)
         if least > self._allowance:
             raise ValueError(
@@ -156,9 +152,15 @@ class BudgetMask(MaskRule):
         return frontiers
 
 
+def _squared_gradients(context: ScoreContext) -> dict[str, Tensor]:
+    return {name: context.gradient(name).square() for name in context.parameters}
+
+
 def _least(frontiers: Sequence[Frontier], names: Mapping[str, Any]) -> float:
     """Returns the cost of perturbing the cheapest unit of these parameters."""
-    costs = (f.fixed + float(item[1:].min()) for f in frontiers for name, item in f.items.items() if name in names)
+    costs = (
+        fixed + float(item[1:].min()) for fixed, items in frontiers for name, item in items.items() if name in names
+    )
     return min(costs, default=math.inf)
 
 
@@ -265,4 +267,4 @@ def budget_mask(
         raise ValueError(
             "data must be given with loss_fn or model_loss, got None; without a loss the scores are squared gradients"
         )
-    return BudgetMask(step_costs(model, example_input), budget, score or GradientEnergy(), unit, refresh, seed)
+    return BudgetMask(step_costs(model, example_input), budget, score, unit, refresh, seed)

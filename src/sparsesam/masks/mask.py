@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -165,14 +165,8 @@ def random_mask(
     return Mask(None, as_pattern(pattern), sparsity, refresh, seed)
 
 
-#: The score by which weights are dropped or grown; None: at random.
-_DROPS: dict[str, Score | None] = {
-    "flattest": GradientMagnitude(),
-    "sharpest": GradientMagnitude(),
-    "weight": WeightMagnitude(),
-    "random": None,
-}
-_GROWTHS: dict[str, Score | None] = {"random": None, "gradient": GradientMagnitude(), "weight": WeightMagnitude()}
+Drop = Literal["flattest", "sharpest", "weight", "random"]
+Growth = Literal["random", "gradient", "weight"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,8 +226,8 @@ def dynamic_mask(
     sparsity: float | None = None,
     drop_ratio: float = 0.5,
     total_steps: int | None = None,
-    drop: Literal["flattest", "random", "sharpest", "weight"] | Score = "flattest",
-    growth: Literal["random", "gradient", "weight"] | Score = "random",
+    drop: Drop | Score = "flattest",
+    growth: Growth | Score = "random",
     pattern: Pattern | str = "unstructured",
     refresh: int | None,
     seed: int = 0,
@@ -257,20 +251,21 @@ def dynamic_mask(
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask)
     """
     return DynamicMask(
-        _chosen_score("drop", drop, _DROPS),
+        _score("drop", drop, get_args(Drop)),
         as_pattern(pattern),
         sparsity,
         refresh,
         seed,
         keep="smallest" if drop == "sharpest" else "largest",
-        growth=_chosen_score("growth", growth, _GROWTHS),
+        growth=_score("growth", growth, get_args(Growth)),
         drop_ratio=drop_ratio,
         total_steps=total_steps,
     )
 
 
-def _chosen_score(argument: str, value: str | Score, known: dict[str, Score | None]) -> Score | None:
+def _score(argument: str, value: str | Score, known: tuple[str, ...]) -> Score | None:
+    """Returns the score by which weights are dropped or grown; None: at random."""
     if callable(value):
         return value
     check_choice(argument, value, known)
-    return known[value]
+    return {"random": None, "weight": WeightMagnitude()}.get(value, GradientMagnitude())

@@ -26,20 +26,19 @@ from sparsesam.utils.batches import batch_size, slice_batch
 from sparsesam.utils.checks import check_count
 
 
-def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: int) -> Iterator[Any]:
+def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: int = 128) -> Iterator[Any]:
     """Yield ``count`` random samples of ``data`` as batches of at most ``chunk`` samples.
 
     ``data`` is a map-style dataset, a data loader, a tuple, list or dictionary of tensors of equal first dimension, or
-    an iterable of batches. Only the last cannot be sampled at random: it is read from its beginning. Batches are
-    pytrees of tensors with the samples in dimension 0.
+    an iterable of batches. Only the last cannot be sampled at random: its batches are read from the beginning. Batches
+    are pytrees of tensors with the samples in dimension 0.
     """
     check_count("count", count, "it is the number of samples")
-    check_count("chunk", chunk, "it is the size of a batch")
     if _is_tensors(data):
         return _from_indices(range(_equal_length(data)), partial(_rows, data), count, generator, chunk)
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset) or (data.batch_size is None and data.batch_sampler is None):
-            return _from_stream(data, count, chunk)
+            return _from_stream(data, count)
         return _from_indices(_chosen(data), partial(_collated, data.dataset, data.collate_fn), count, generator, chunk)
     if _is_dataset(data):
         return _from_indices(range(len(data)), partial(_collated, data, default_collate), count, generator, chunk)
@@ -48,7 +47,7 @@ def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: in
             f"data must be a dataset, a DataLoader, a tuple of tensors or an iterable of batches, "
             f"got {type(data).__name__}"
         )
-    return _from_stream(data, count, chunk)
+    return _from_stream(data, count)
 
 
 def _chosen(loader: DataLoader[Any]) -> Sequence[int]:
@@ -112,13 +111,12 @@ def _from_indices(
     return (fetch(chosen[start : start + chunk]) for start in range(0, len(chosen), chunk))
 
 
-def _from_stream(batches: Iterable[Any], count: int, chunk: int) -> Iterator[Any]:
+def _from_stream(batches: Iterable[Any], count: int) -> Iterator[Any]:
     taken = 0
     for batch in batches:
         size = batch_size(batch)
         used = min(size, count - taken)
-        for start in range(0, used, chunk):
-            yield slice_batch(batch, slice(start, min(start + chunk, used)), size)
+        yield slice_batch(batch, slice(used), size)
         taken += used
         if taken == count:
             return

@@ -19,8 +19,6 @@ from sparsesam.masks.samples import draw_batches
 from sparsesam.utils.batches import to_device
 from sparsesam.utils.checks import NonFiniteScoreError, check_count
 
-_DRAWN_AT_ONCE = 128  # samples
-
 
 @dataclass(frozen=True)
 class ScoreContext:
@@ -110,7 +108,7 @@ class Fisher:
 
     def _batches(self, context: ScoreContext) -> Iterable[Any]:
         if self.data is not None:
-            return draw_batches(self.data, self.samples, generator=context.generator, chunk=_DRAWN_AT_ONCE)
+            return draw_batches(self.data, self.samples, generator=context.generator)
         if context.batch is None:
             raise ValueError(
                 "batch must be given for a mask that measures Fisher information on the current batch, got None; "
@@ -127,16 +125,6 @@ class GradientMagnitude:
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         return {name: context.gradient(name).abs() for name in context.parameters}
-
-
-@dataclass(frozen=True)
-class GradientEnergy:
-    """g² of the ascent gradient: the contribution of a weight to the squared norm of the gradient."""
-
-    needs_gradient: ClassVar[bool] = True
-
-    def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
-        return {name: context.gradient(name).square() for name in context.parameters}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from sparsesam.lab.experiment.calibration import key
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step
 from sparsesam.lab.inspection.bound import BoundResult
-from sparsesam.lab.inspection.convergence import ConvergenceResult
+from sparsesam.lab.inspection.convergence import ConvergenceAnalysis
 from sparsesam.lab.inspection.hessian import HessianResult
 from sparsesam.lab.inspection.sharpness import SharpnessResult
 from sparsesam.lab.report.read_run import RunRecord
@@ -94,7 +94,6 @@ def analyses():
     density = analysis.spectral_density(objective, points=50, steps=10, probes=2)
     masked_sharpness = analysis.sharpness(objective, masks=last)
     masked_bound = analysis.generalization_bound(objective, classes=3, masks=last)
-    convergence = [analysis.measure_convergence(method, steps=20, runs=2) for method in ("SAM", "SSAM")]
     results = {
         "gradients": analysis.gradient_difference(objective, masks=last),
         "landscape-2d": analysis.loss_landscape(objective, points=9),
@@ -106,6 +105,6 @@ def analyses():
         "hessian": HessianResult(spectrum, trace, density),
         "sharpness": SharpnessResult(analysis.sharpness(objective), masked_sharpness),
         "bound": BoundResult(analysis.generalization_bound(objective, classes=3), masked_bound),
-        "convergence": ConvergenceResult(*convergence),
+        "convergence": ConvergenceAnalysis(steps=20, runs=2).measure(None, None),
     }
     return {name: one.to_dict() for name, one in results.items()}

@@ -152,10 +152,6 @@ def every_and_masked(
     run: TrainedRun, progress: ProgressCallback, measure: Callable[..., MeasureT]
 ) -> tuple[MeasureT, MeasureT | None]:
     """Returns ``measure()`` for every weight and ``measure(masks=masks)``, None if the masks keep no weight."""
-    masks = run.masks or {}
-    progress(0, 2)
-    every = measure()
+    every, masks = measure(), run.masks or {}
     progress(1, 2)
-    masked = measure(masks=masks) if any(bool(mask.any()) for mask in masks.values()) else None
-    progress(2, 2)
-    return every, masked
+    return every, measure(masks=masks) if any(bool(mask.any()) for mask in masks.values()) else None

@@ -12,19 +12,13 @@ from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, RadiusAnalysis, Summary, every_and_masked
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
-_TERMS = {"dimension": "dimension_term", "confidence": "confidence_term", "remainder": "remainder"}
+_TERMS = ("dimension term", "confidence term", "remainder")
 
 
 @dataclass(frozen=True)
 class BoundResult(AnalysisResult):
-    """``masked`` is None for runs without a mask."""
-
     every: GeneralizationBound
-    masked: GeneralizationBound | None
-
-    @property
-    def bounds(self) -> list[GeneralizationBound]:
-        return [self.every, *([] if self.masked is None else [self.masked])]
+    masked: GeneralizationBound | None  # None for runs without a mask
 
 
 @dataclass(frozen=True)
@@ -40,9 +34,7 @@ class BoundAnalysis(RadiusAnalysis[BoundResult]):
 
     def measure(self, run: TrainedRun, progress: ProgressCallback) -> BoundResult:
         if run.on.split != "train":
-            raise ValueError(
-                f"split must be train for the bound, which depends on the training loss, got {run.on.split}"
-            )
+            raise ValueError(f"split must be train: the bound is a function of the training loss, got {run.on.split}")
         n, classes = run.batches.count, run.splits.num_classes
         measure = partial(generalization_bound, run.objective, n=n, classes=classes, **self.options)
         return BoundResult(*every_and_masked(run, progress, measure))
@@ -57,36 +49,26 @@ class BoundAnalysis(RadiusAnalysis[BoundResult]):
             "loss of a uniform prediction": every.threshold,
             "informative": Cell("no, vacuous", status="failed") if every.vacuous else Cell("yes", status="finished"),
             "bound, mask only": None if masked is None else masked.bound,
-            "dimension term": every.dimension_term,
-            "confidence term": every.confidence_term,
-            **{name: getattr(every, name) for name in ("remainder", "k", "n", "delta", "rho")},
+            **{name: getattr(every, name.replace(" ", "_")) for name in (*_TERMS, "k", "n")},
             "||w||²": every.squared_norm,
         }
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[BoundResult]]) -> list[Figure]:
+        bars = []
+        for run in results:
+            for label, bound in ((run.label, run.result.every), (f"{run.label} (masked)", run.result.masked)):
+                if bound is not None:
+                    heights = [getattr(bound, term.replace(" ", "_")) for term in _TERMS]
+                    bars.append(run.series(_TERMS, heights, name=label, faint=bound is run.result.masked))
         caption = "complexity = sqrt((dimension + confidence + remainder) / (n − 1))."
-        bars = [
-            run.series(
-                _TERMS,
-                [getattr(bound, term) for term in _TERMS.values()],
-                name=f"{run.label} (masked)" if bound.masked else "",
-                faint=bound.masked,
-            )
-            for run in results
-            for bound in run.result.bounds
-        ]
         x, y = Axis("term"), Axis("value", log=True)
         return [Figure("bound-terms", "Terms of the complexity", caption, x, y, {"": bars}, kind="bars")]
 
     @classmethod
     def why_hidden(cls, results: Sequence[LabeledResult[BoundResult]]) -> str:
-        bounds = [bound for run in results for bound in run.result.bounds]
-        if not all(bound.vacuous for bound in bounds):
-            return ""
+        bounds = [bound for run in results for bound in (run.result.every, run.result.masked) if bound is not None]
         least = min(bounds, key=lambda bound: bound.bound)
-        return (
-            f"Generalization bound (theorem 3): vacuous for every run; the smallest is {significant(least.bound)}, "
-            f"while a uniform prediction has a loss of {significant(least.threshold)}. `sparsesam report --bounds` "
-            "shows the terms."
-        )
+        values = f"the smallest is {significant(least.bound)}, of a uniform prediction {significant(least.threshold)}"
+        words = f"vacuous for every run; {values}. `sparsesam report --bounds` shows the terms."
+        return f"Generalization bound (theorem 3): {words}" if least.vacuous else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,23 +51,18 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
     keep_graph: bool = option(False, "keep the graphs of the batches: half the time, several times the memory")
 
     def measure(self, run: TrainedRun, progress: ProgressCallback) -> HessianResult:
-        density_products = self.density_probes * self.density_steps
-        products, total = 0, 3 * self.count + self.trace_probes + density_products  # eigenvalues may take fewer or more
-
-        def on_product() -> None:
-            nonlocal products
-            products += 1
-            progress(products, max(products, total))
-
+        # Eigenvalues may take fewer or more products, the trace and the density fewer.
+        total = 3 * self.count + self.trace_probes + self.density_probes * self.density_steps
+        done = itertools.count(1)
         hessian = HessianOperator(
-            run.objective, parameters=self.layers, keep_graph=self.keep_graph, on_product=on_product
+            run.objective,
+            parameters=self.layers,
+            keep_graph=self.keep_graph,
+            on_product=lambda: progress(min(next(done), total), total),
         )
         seed = run.on.seed
-        progress(0, total)
         eigenvalues = hessian_eigenvalues(hessian, self.count, tolerance=self.tolerance, seed=seed)
-        total = products + self.trace_probes + density_products
         trace = hessian_trace(hessian, probes=self.trace_probes, tolerance=0.01, seed=seed)
-        total = products + density_products
         density = spectral_density(hessian, steps=self.density_steps, probes=self.density_probes, seed=seed)
         return HessianResult(eigenvalues, trace, density)
 

@@ -43,9 +43,6 @@ class LandscapeAnalysis(Analysis[Landscape]):
     along: Literal["random", "eigenvectors"] = option(
         "random", "filter-normalized random directions, or the Hessian's leading eigenvectors (unit length)"
     )
-    one_dimensional: Literal["ignore", "normalize"] = option(
-        "ignore", "whether random directions move biases and normalization parameters"
-    )
     between: bool = option(False, "line from the first run to the second; interpolates running statistics too")
     other: TrainedRun | None = None
 
@@ -86,9 +83,7 @@ class LandscapeAnalysis(Analysis[Landscape]):
         if self.other is not None:
             return loss_between(run.objective, run.weights, self.other.weights, **common)
         if self.along == "random":
-            directions = random_directions(
-                run.model, self.dimensions, seed=run.on.seed, one_dimensional=self.one_dimensional
-            )
+            directions = random_directions(run.model, self.dimensions, seed=run.on.seed)
             return loss_landscape(run.objective, directions, **common)
         spectrum = hessian_eigenvalues(run.objective, self.dimensions, seed=run.on.seed)
         found = loss_landscape(run.objective, spectrum.vectors, **common)

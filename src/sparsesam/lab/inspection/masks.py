@@ -77,5 +77,4 @@ def _overlap(run: LabeledResult[MaskHistory]) -> list[Series]:
 
 
 def _mean(values: np.ndarray) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else None
+    return float(np.nanmean(values)) if np.isfinite(values).any() else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
-from sparsesam.analysis import Objective, check_state
+from sparsesam.analysis import Objective
 from sparsesam.analysis.objective import Statistics
 from sparsesam.checkpoint import split_own
 from sparsesam.lab import models
@@ -20,7 +20,7 @@ from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Batches, Split, load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.errors import CheckpointError
+from sparsesam.lab.experiment.errors import CheckpointError, one_line
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_mask_file
 from sparsesam.lab.experiment.setting_types import PositiveInt, check_settings, option
@@ -82,15 +82,13 @@ class TrainedRun:
         splits = self.splits
         with torch.random.fork_rng(devices=[]):
             model = models.build_model(self.config.model, splits.num_classes, splits.in_channels, splits.image_size)
-        weights = self.weights
         try:
-            check_state(model, weights, str(self.file))
-        except ValueError as error:
+            model.load_state_dict(self.weights)
+        except RuntimeError as error:
             raise CheckpointError(
-                f"{error}; the model in config.yaml is {self.config.model}: did it, the data set or the model's code "
-                "change after training?"
+                f"{self.file} does not fit the model in config.yaml, {self.config.model}: did it, the data set or the "
+                f"model's code change after training? {one_line(error)}"
             ) from None
-        model.load_state_dict(weights)
         return model.to(make_fabric(self.config, self.environment).device)
 
     @cached_property

@@ -33,18 +33,15 @@ class NM(Pattern):
         axis: groups run along ``"output"``, O, the dimension contracted in dX = dY · W, or ``"input"``, C * kh * kw.
             ``"filters"``: n of every m consecutive filters are kept, by mean score: whole rows, which dense kernels
             can skip.
-        remainder: a last group with fewer than m entries is kept whole, ``"dense"``, or raises an error, ``"error"``.
-        vectors: tensors with fewer than two dimensions are kept whole, ``"dense"``, or not perturbed, ``"none"``.
 
-    `drop_and_grow` drops N_drop = round(ratio * kept) of the kept entries (or filters) in full groups, over all tensors
-    together, and refills every group to n.
+    A last group with fewer than m entries and tensors with fewer than two dimensions are kept whole. `drop_and_grow`
+    drops N_drop = round(ratio * kept) of the kept entries (or filters) in full groups, over all tensors together, and
+    refills every group to n.
     """
 
     n: int
     m: int
     axis: GroupAxis = "output"
-    remainder: Literal["dense", "error"] = "dense"
-    vectors: Literal["dense", "none"] = "dense"
     knows_shards = True
 
     def __post_init__(self) -> None:
@@ -55,8 +52,6 @@ class NM(Pattern):
                 f"n must be between 0 and m={self.m}, got {self.n}; n of every m consecutive entries are kept"
             )
         check_choice("axis", self.axis, get_args(GroupAxis))
-        check_choice("remainder", self.remainder, ("dense", "error"))
-        check_choice("vectors", self.vectors, ("dense", "none"))
 
     @property
     def implied_sparsity(self) -> float:
@@ -68,11 +63,11 @@ class NM(Pattern):
             units = Units("filter", shards)
             rows = _rows(units, units.scores(choice))
             kept = None if first is None else _rows(units, units.kept(first))
-            return _expand(units, self._of_rows()._grow(rows, kept, rows, sparsity, Shards.whole(rows)), like)
+            return _expand(units, self._of_rows._grow(rows, kept, rows, sparsity, Shards.whole(rows)), like)
         scores = scores_of(choice, like, shards)
         check_scores(scores, shards)
         groups = self._groups(shards)
-        masks = dict(first or self._outside_groups({name: s > -math.inf for name, s in scores.items()}, groups))
+        masks = dict(first or _outside_groups({name: s > -math.inf for name, s in scores.items()}, groups))
         for name, group in groups.items():
             score, certain = group.of(scores[name].detach()), group.of(masks[name])
             if group.is_cut:
@@ -85,13 +80,14 @@ class NM(Pattern):
         if self.axis == "filters":
             units = Units("filter", shards)
             scores, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
-            return _expand(units, self._of_rows()._drop(scores, kept, sparsity, ratio, Shards.whole(kept)), masks)
-        outside = self._outside_groups(masks, self._groups(shards))  # fixed by the pattern, never dropped
+            return _expand(units, self._of_rows._drop(scores, kept, sparsity, ratio, Shards.whole(kept)), masks)
+        outside = _outside_groups(masks, self._groups(shards))  # fixed by the pattern, never dropped
         inside = {name: mask & ~outside[name] for name, mask in masks.items()}
         left = left_after_drop(count_true(inside, shards), ratio)
         kept = top_mask(scores_of(keep, masks, shards), left, among=inside, shards=shards)
         return {name: mask | kept[name] for name, mask in outside.items()}
 
+    @property
     def _of_rows(self) -> NM:
         """Returns the pattern of matrices (O, 1) with an entry for each filter, which every rank holds as a whole."""
         return replace(self, axis="output")
@@ -104,28 +100,12 @@ class NM(Pattern):
             if len(part.shape) < 2 or not part.shape.numel():
                 continue
             matrix = part.as_matrix()
-            sizes = list(matrix.shape)
-            sizes[axis] -= sizes[axis] % self.m
-            if sizes[axis] < matrix.shape[axis] and self.remainder == "error":
-                raise ValueError(
-                    f"{name!r} has {matrix.shape[axis]} entries along its {self.axis} axis, not a multiple of "
-                    f"m={self.m}; choose another m or axis, or remainder='dense' to keep the last group whole"
-                )
-            inside[name] = matrix.first((sizes[0], sizes[1]))
+            rows, columns = matrix.shape
+            rest = matrix.shape[axis] % self.m
+            inside[name] = matrix.first((rows - rest, columns) if axis == 0 else (rows, columns - rest))
         held = [(layout.indices[axis] // self.m).bincount() for layout in inside.values()]  # of each group
         cut = shards.sum_of(*(int(counts.remainder(self.m).any()) for counts in held)) if held else []
         return {name: _Groups(layout, is_cut > 0) for (name, layout), is_cut in zip(inside.items(), cut, strict=True)}
-
-    def _outside_groups(self, masks: Tensors, groups: Mapping[str, _Groups]) -> BoolMasks:
-        """Returns contiguous copies of the masks, cleared in groups, and in vectors unless these are dense."""
-        outside = {}
-        for name, mask in masks.items():
-            outside[name] = mask.clone(memory_format=torch.contiguous_format)
-            if name in groups:
-                groups[name].of(outside[name]).fill_(False)
-            elif mask.dim() < 2 and self.vectors == "none":
-                outside[name].fill_(False)
-        return outside
 
 
 @dataclass(frozen=True)
@@ -141,6 +121,14 @@ class _Groups:
         return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))[: len(rows), : len(columns)]
 
 
+def _outside_groups(masks: Tensors, groups: Mapping[str, _Groups]) -> BoolMasks:
+    """Returns contiguous copies of the masks, cleared in groups."""
+    outside = {name: mask.clone(memory_format=torch.contiguous_format) for name, mask in masks.items()}
+    for name, group in groups.items():
+        group.of(outside[name]).fill_(False)
+    return outside
+
+
 def _rows(units: Units, values: Tensor) -> dict[str, Tensor]:
     """Returns one number per filter, (O, 1) for tensors with two or more dimensions, so that a filter is a row."""
     parts = units.shards.parts
@@ -148,9 +136,8 @@ def _rows(units: Units, values: Tensor) -> dict[str, Tensor]:
 
 
 def _expand(units: Units, rows: Tensors, like: Tensors) -> BoolMasks:
-    return units.expand(
-        torch.cat([torch.empty(0, dtype=torch.bool), *(row.reshape(-1) for row in rows.values())]), like
-    )
+    none = torch.empty(0, dtype=torch.bool)
+    return units.expand(torch.cat([none, *(row.reshape(-1) for row in rows.values())]), like)
 
 
 # ---- the choice in groups of a matrix ------------------------------------------------------------------------
