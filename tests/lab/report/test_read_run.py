@@ -69,7 +69,10 @@ def test_older_run_uses_current_defaults_for_missing_settings(tmp_path):
 
 def test_settings_of_another_version_are_reported(tmp_path):
     path = write_run(tmp_path / "a")
-    (path / "config.yaml").write_text("optimizer: sam\ntemperature: 3\n")
+    for name in ("records.jsonl", "result.json"):
+        text = (path / name).read_text()
+        (path / name).write_text(text.replace('"config": {', '"config": {"temperature": 3, '))
+    (path / "config.yaml").unlink()
     run = RunRecord(path)
     assert (run.status, run.config) == ("finished", None)
     assert "not valid in this version of sparsesam: unknown option 'temperature'" in run.problems[0]

@@ -72,8 +72,18 @@ class Job:
         return RunDirectory(self.directory)
 
     @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
     def is_finished(self) -> bool:
         return self.files.result.exists()
+
+    @property
+    def status(self) -> str:
+        if self.is_finished:
+            return "finished"
+        return "unfinished" if self.failure is None else "failed"
 
     @property
     def is_running(self) -> bool:
@@ -88,6 +98,10 @@ class Job:
     @property
     def result(self) -> RunResult | None:
         return read_result(self.files.result, self.config.content_hash)
+
+    def measured(self, name: str) -> float | None:
+        value: float | None = getattr(self.result, name, None)
+        return value
 
     @property
     def epochs_done(self) -> int:

@@ -16,6 +16,7 @@ from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
+from sparsesam.lab.experiment.variants import Variant, grouped
 from sparsesam.lab.paper.recipe import Column, Recipe
 
 
@@ -28,31 +29,25 @@ class RecipeRuns:
     data_dir: Path | None = None
 
     @cached_property
-    def _by_variant(self) -> dict[TrainConfig, list[Job]]:
-        found: dict[TrainConfig, list[Job]] = {}
-        for job in self.jobs:
-            found.setdefault(job.config.variant, []).append(job)
-        return found
+    def _by_settings(self) -> dict[TrainConfig, list[Job]]:
+        return grouped(self.jobs, lambda job: job.config.variant)
 
-    def of(self, row: str, column: Column) -> list[Job]:
-        """Returns the runs of a cell, one per seed."""
-        return self._by_variant.get(self.recipe.config(row, column).variant, [])
+    def of(self, row: str, column: Column) -> Variant[Job]:
+        """Returns the runs of a cell."""
+        config = self.recipe.config(row, column).variant
+        return Variant(row, config, self._by_settings.get(config, []))
 
     def numbers(self) -> dict[tuple[str, str], dict[int, float]]:
         """Returns our numbers by row and column, then by seed, for finished runs."""
         found = {}
         for row, column in self.recipe.cells:
-            values = self._measured(row, column)
+            values = self.of(row, column).by_seed(column.measure)
             if column.relative_to is not None:
-                reference = self._measured(column.relative_to, column)
+                reference = self.of(column.relative_to, column).by_seed(column.measure)
                 values = {seed: reference[seed] / value for seed, value in values.items() if seed in reference}
             if values:
                 found[row, column.label] = values
         return found
-
-    def _measured(self, row: str, column: Column) -> dict[int, float]:
-        measured = {job.config.seed: getattr(job.result, column.measure, None) for job in self.of(row, column)}
-        return {seed: value for seed, value in measured.items() if value is not None}
 
     def compared(self) -> Table:
         """Returns a table of our means over the seeds, ± their 95 % intervals, beside the paper's numbers."""

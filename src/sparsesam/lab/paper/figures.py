@@ -199,7 +199,7 @@ def _corrupted(trained: RecipeRuns) -> list[torch.Tensor]:
 
 def _epochs(trained: RecipeRuns, row: str, column: Column) -> list[list[EpochRecord]]:
     """Read the records of a cell, one list per seed."""
-    return [read_epochs(RunDirectory(job.directory).records) for job in trained.of(row, column)]
+    return [read_epochs(RunDirectory(job.directory).records) for job in trained.of(row, column).runs]
 
 
 def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
@@ -210,7 +210,9 @@ def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
 
 def _measure_rows(trained: RecipeRuns, column: Column, measure: Callable[[Job], Any]) -> list[LabeledResult[Any]]:
     """Measure the first seed's run of each row: the paper's figures show one network."""
-    return [LabeledResult(row, measure(trained.of(row, column)[0]), style) for row, style in _styles(trained).items()]
+    return [
+        LabeledResult(row, measure(trained.of(row, column).runs[0]), style) for row, style in _styles(trained).items()
+    ]
 
 
 def _measure_on_samples(trained: RecipeRuns, make: Callable[..., Analysis[Any]]) -> list[LabeledResult[Any]]:

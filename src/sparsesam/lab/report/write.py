@@ -11,11 +11,11 @@ from pathlib import Path
 from sparsesam.lab.display import make_parent, write_figures
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
-from sparsesam.lab.report.data import ReportData, Task
 from sparsesam.lab.report.page import Part, Section, render
 from sparsesam.lab.report.sections.analyses import analysis_parts
 from sparsesam.lab.report.sections.results import curves_part, overview_parts, results_part, sparsity_part
 from sparsesam.lab.report.sections.runs import machines_parts, runs_parts, unfinished_parts
+from sparsesam.lab.report.tasks import ReportData, Task
 
 StrPath = str | os.PathLike[str]
 

@@ -7,10 +7,10 @@ from collections import Counter
 from typing import Any
 
 from sparsesam.lab.display import Cell, Table, cells, number_cell, percent, plural
-from sparsesam.lab.report.data import ReportData
+from sparsesam.lab.report.labels import show_setting
 from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.variants import show_setting
+from sparsesam.lab.report.tasks import ReportData
 
 _PROVENANCE = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
 #: Marks a commit whose working tree had changes.

@@ -5,64 +5,18 @@ import pytest
 from sparsesam.lab.experiment.calibration import key
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.sweep import Sweep
-from sparsesam.lab.report.data import ReportData, read_sweep_file
 from sparsesam.lab.report.read_run import RunRecord
+from sparsesam.lab.report.tasks import ReportData, read_sweep_file
 from tests.lab.report.made_runs import write_calibration, write_run
 
 
-def cost(*paths):
-    data = ReportData(paths)
-    (task,), found = data.tasks, data.tasks[0].cost
-    assert data.problems == []
-    return found, {variant.label: found.values[variant] for variant in task.variants}
-
-
-def with_passes(path, passes):
-    content = json.loads((path / "result.json").read_text())
-    content["result"]["forward_backwards_per_step"] = passes
-    (path / "result.json").write_text(json.dumps(content))
-    return path
-
-
-def test_times_not_measured_together_are_not_compared(tmp_path):
-    found, values = cost(
-        write_run(tmp_path / "a", optimizer="sgd", seconds=2.0),
-        write_run(tmp_path / "b", optimizer="sam", seconds=1.5),
-    )
-    assert values == {"SGD": 1.0, "SAM": 2.0}
-    assert found.axis == "forward-backward passes / SGD’s"
-    assert "not in time" in found.explanation
-
-
-def test_times_of_calibration_are_compared(tmp_path):
+def test_times_that_sweep_measured_are_compared(tmp_path):
     runs = [write_run(tmp_path / name, optimizer=name, seed=3) for name in ("sgd", "sam")]
     write_calibration(tmp_path, runs, [2.0, 3.5])
-    found, values = cost(*runs)
-    assert values == {"SGD": 1.0, "SAM": 1.75}
-    assert found.axis == "time of a run / SGD’s"
-    assert "measured together, interleaved on a chip" in found.explanation
-
-
-def test_longer_run_costs_more(tmp_path):
-    runs = [write_run(tmp_path / str(epochs), optimizer="sgd", epochs=epochs) for epochs in (3, 6)]
-    assert sorted(cost(*runs)[1].values()) == [1.0, 2.0]
-    write_calibration(tmp_path, runs, [2.0, 2.0])
-    assert sorted(cost(*runs)[1].values()) == [1.0, 2.0]
-
-
-def test_calibration_that_lacks_variant_is_not_mixed_with_other_times(tmp_path):
-    runs = [write_run(tmp_path / name, optimizer=name) for name in ("sgd", "sam", "asam")]
-    write_calibration(tmp_path, runs[:2], [2.0, 3.5])
-    assert cost(*runs)[1] == {"SGD": 1.0, "SAM": 2.0, "ASAM": 2.0}
-
-
-def test_counted_passes_are_used(tmp_path):
-    found, values = cost(
-        with_passes(write_run(tmp_path / "a", optimizer="sgd"), 0.9),
-        with_passes(write_run(tmp_path / "b", optimizer="ssam-f"), 1.8),
-    )
-    assert values == {"SGD": 1.0, "SSAM-F": 2.0}
-    assert "including masks" in found.explanation
+    data = ReportData(runs)
+    (task,) = data.tasks
+    assert (len(data.calibrations), data.problems) == (1, [])  # the file beside several runs is read once
+    assert {variant.label: task.costs.values[variant] for variant in task.variants} == {"SGD": 1.0, "SAM": 1.75}
 
 
 # ---- which variant to choose
@@ -171,15 +125,6 @@ def test_titles_of_several_sweeps_are_not_mixed(tmp_path):
 
 
 # ---- the times that sweeps measured
-
-
-def test_file_beside_runs_is_read_once(tmp_path):
-    runs = [write_run(tmp_path / name, optimizer=name) for name in ("sgd", "sam")]
-    write_calibration(tmp_path, runs, [1.0, 2.0])
-    data = ReportData(runs)
-    (found,) = data.calibrations
-    assert sorted(one.seconds_per_epoch for one in found.variants.values()) == [1.0, 2.0]
-    assert data.problems == []
 
 
 def test_file_in_another_format_is_noted(tmp_path):
