@@ -84,7 +84,7 @@ class Variant(Generic[RunT]):
 
 
 def mean_curve(
-    style: SeriesStyle, name: str, curves: Sequence[Mapping[float, float]], *, highest: float = math.inf
+    style: SeriesStyle, name: str, curves: Sequence[Mapping[Any, float]], *, highest: float = math.inf
 ) -> Series:
     """Returns the mean over the runs that have a value at each x, with its 95 % interval from three runs on."""
     places = sorted({x for curve in curves for x in curve})
