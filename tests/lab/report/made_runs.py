@@ -55,12 +55,12 @@ def write_calibration(folder, runs, seconds):
     variants = {
         key(RunRecord(run).config): {
             "label": "",
-            "seconds_per_step": [one / 10],
+            "seconds_per_step": [per_epoch / 10],
             "seconds_per_mask": None,
-            "seconds_per_epoch": one,
+            "seconds_per_epoch": per_epoch,
             "epochs": 3,
         }
-        for run, one in zip(runs, seconds, strict=True)
+        for run, per_epoch in zip(runs, seconds, strict=True)
     }
     content = {"kind": "calibration", "variants": variants, "provenance": PROVENANCE}
     (folder / "calibration.json").write_text(json.dumps(content))
@@ -108,4 +108,4 @@ def analyses():
         "bound": BoundResult(analysis.generalization_bound(objective, classes=3), masked_bound),
         "convergence": ConvergenceResult(*convergence),
     }
-    return {name: one.to_dict() for name, one in results.items()}
+    return {name: result.to_dict() for name, result in results.items()}
