@@ -189,7 +189,7 @@ class SweepProgress:
 
     def _work_left(self) -> float:
         """Returns the remaining work in seconds of the calibration, or in epochs without one."""
-        left = [job for job in self.jobs if job.failure is None and not job.is_finished]
+        left = [job for job in self.jobs if job.status == "unfinished"]
         known = self.calibration.seconds_per_epoch if self.calibration is not None else lambda config: None
         return sum((known(job.config) or 1.0) * max(0, job.config.epochs - job.epochs_done) for job in left)
 

@@ -27,6 +27,7 @@ from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import RunResult, read_result
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, write_atomically
 from sparsesam.lab.experiment.setting_types import Rule, convert, read_yaml
+from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.names import check_names, suggestion
 
 #: How often a run on a Ray cluster may lose its machine.
@@ -212,16 +213,14 @@ def sweep_jobs(
     reach, or to one started here; its machines must share the directory of the runs, and the runs of a lost machine
     continue on another.
     """
-    distinct: dict[Path, Job] = {}
-    for job in jobs:
-        distinct.setdefault(job.directory, job)
-    due = [job for job in distinct.values() if not job.is_finished and (retry or job.failure is None)]
+    distinct = [same[0] for same in grouped(jobs, lambda job: job.directory).values()]
+    due = [job for job in distinct if job.status == "unfinished" or (retry and job.status == "failed")]
     environment = replace(environment, resume=True, quiet=True, threads=environment.threads or 1, logger="none")
     parent = os.getpid() if backend == "loky" else None
     run = partial(_run_job, environment=environment, gpus=gpus, parent=parent)
     for job, texts in (_on_ray if backend == "ray" else _in_processes)(run, due, workers):
         on_end(job, texts)
-    if not all(job.is_finished or job.failure for job in due):
+    if any(job.status == "unfinished" for job in due):
         raise KeyboardInterrupt
 
 

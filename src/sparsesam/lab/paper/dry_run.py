@@ -107,7 +107,7 @@ def cost_table(recipe: Recipe, *, seeds: int, tflops: float) -> Table:
         counts, steps, passes, flops, memory = zip(*costs, strict=True)
         shown = [f"{sum(counts):,}", f"{sum(steps):,}", f"{sum(passes):,.0f}", f"{sum(flops) / 1e15:,.1f}"]
         hours = f"{sum(flops) / (tflops * 1e12) / 3600:,.1f}"
-        drawn.add_row(label, *shown, hours, f"{max(memory) / 2**30:.1f} GiB")
+        drawn.add_row(label, *shown, hours, f"{max(memory) / 2**30:.1f} GiB" if any(memory) else "–")
     return drawn
 
 

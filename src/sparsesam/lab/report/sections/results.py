@@ -24,12 +24,10 @@ _CURVES = {
 }
 
 
-def overview_parts(data: ReportData) -> list[Part]:
-    """Returns a table with the best choice of each task, if there are several tasks."""
-    if len(data.tasks) < 2:
-        return []
+def overview_table(data: ReportData) -> Table:
+    """Returns the best choice of each task; empty for a single task."""
     rows = []
-    for task in data.tasks:
+    for task in data.tasks if len(data.tasks) > 1 else ():
         variants = sum(variant.accuracy is not None for variant in task.variants)
         for verdict in task.verdicts or [Verdict("–")]:
             found: list[str | Cell] = [verdict.sentence, "–", "–"]
@@ -38,7 +36,7 @@ def overview_parts(data: ReportData) -> list[Part]:
                 found = [chosen.label, Cell(chosen.accuracy_text, order=chosen.accuracy), cost]
             rows.append(cells(task.label, *found, variants))
     caption = "The best choice for each task: the cheapest variant not significantly different from the best."
-    return [Part("", [Table("overview", caption, ["task", "best choice", "test accuracy", "cost", "variants"], rows)])]
+    return Table("overview", caption, ["task", "best choice", "test accuracy", "cost", "variants"], rows)
 
 
 def results_part(task: Task) -> Part:
