@@ -6,11 +6,11 @@ import os
 import shutil
 
 import pytest
-from benchmarks.report import write_runs
+from benchmarks.report import write_run, write_runs
 
 from sparsesam.lab.report import write_report
 from sparsesam.lab.report.write import build_report
-from tests.lab.report.made_runs import write_every_analysis, write_run
+from tests.lab.report.made_runs import write_every_analysis
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None and not os.environ.get("CI"):

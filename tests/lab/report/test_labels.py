@@ -1,8 +1,9 @@
 import json
 
+from benchmarks.report import write_run
+
 from sparsesam.lab.report.labels import differing_settings
 from sparsesam.lab.report.tasks import ReportData
-from tests.lab.report.made_runs import write_run
 
 
 def tasks_of(*paths):

@@ -1,9 +1,10 @@
 import os
 
 import pytest
+from benchmarks.report import write_run
 
 from sparsesam.lab.report.read_run import RunRecord, find_runs
-from tests.lab.report.made_runs import write_analysis, write_run
+from tests.lab.report.made_runs import write_analysis
 
 
 def test_finished_run(tmp_path):
@@ -63,10 +64,10 @@ def test_unreadable_settings_are_taken_from_records(tmp_path):
 
 def test_settings_of_another_version_are_reported(tmp_path):
     path = write_run(tmp_path / "a")
-    for name in ("records.jsonl", "result.json"):
-        text = (path / name).read_text()
-        (path / name).write_text(text.replace('"config": {', '"config": {"temperature": 3, '))
-    (path / "config.yaml").unlink()
+    for name in ("config.yaml", "records.jsonl"):
+        (path / name).unlink()
+    text = (path / "result.json").read_text()
+    (path / "result.json").write_text(text.replace('"config": {', '"config": {"temperature": 3, '))
     run = RunRecord(path)
     assert (run.status, run.config) == ("finished", None)
     assert "not valid in this version of sparsesam: unknown option 'temperature'" in run.problems[0]

@@ -1,11 +1,12 @@
 import json
 
 import pytest
+from benchmarks.report import PROVENANCE, write_run
 
 from sparsesam.lab.display.figure import Figure
 from sparsesam.lab.display.table import Table
 from sparsesam.lab.report.write import build_report
-from tests.lab.report.made_runs import PROVENANCE, analyses, write_analysis, write_every_analysis, write_run
+from tests.lab.report.made_runs import analyses, write_analysis, write_every_analysis
 
 DIGITS = "task-digits-small-cnn"
 

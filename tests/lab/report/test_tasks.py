@@ -1,11 +1,12 @@
 import json
 
 import pytest
+from benchmarks.report import write_run
 
 from sparsesam.lab.experiment.sweep import Sweep
 from sparsesam.lab.report.read_run import RunRecord
 from sparsesam.lab.report.tasks import ReportData
-from tests.lab.report.made_runs import write_calibration, write_run
+from tests.lab.report.made_runs import write_calibration
 
 
 def test_times_that_sweep_measured_are_compared(tmp_path):

@@ -1,8 +1,8 @@
 import pytest
+from benchmarks.report import write_run
 
 from sparsesam.lab.cli import main
 from sparsesam.lab.report import write_report
-from tests.lab.report.made_runs import write_run
 
 
 def test_command_writes_page_and_summarizes_it(tmp_path, capsys):
