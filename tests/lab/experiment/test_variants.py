@@ -25,7 +25,7 @@ def costs(variants, seconds=None):
         provenance={"cpu": "a chip"}, seconds_per_epoch=lambda config: (seconds or {}).get(config.optimizer)
     )
     found = costs_of(variants, [calibration] if seconds else [])
-    return found, {one.label: found.values[one] for one in variants}
+    return found, {variant.label: found.values[variant] for variant in variants}
 
 
 def passes(count):

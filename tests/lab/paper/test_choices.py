@@ -16,10 +16,10 @@ def mark_of(label, name, value):
 
 @pytest.mark.parametrize("label", recipes())
 def test_every_setting_of_every_recipe_has_source(label):
-    one = recipe(label).at("full")
-    marked = {(choice.name, value) for choice in settings_of(one) for value in choice.values}
-    for row, column in one.cells:
-        config = one.config(row, column)
+    chosen = recipe(label).at("full")
+    marked = {(choice.name, value) for choice in settings_of(chosen) for value in choice.values}
+    for row, column in chosen.cells:
+        config = chosen.config(row, column)
         for name in ("dataset", "model", "optimizer", "lr", "weight_decay", "epochs", "batch_size", "augment"):
             assert (name, str(getattr(config, name))) in marked
 
@@ -41,8 +41,8 @@ def test_sources_of_settings(label, name, value, mark):
 
 
 def test_choices_beyond_settings_are_listed():
-    names = {choice.name for one in recipes().values() for choice in other_choices(one.at("full"))}
-    assert names == {one["name"] for one in read_choices()["choices"]}
+    names = {choice.name for known in recipes().values() for choice in other_choices(known.at("full"))}
+    assert names == {choice["name"] for choice in read_choices()["choices"]}
 
 
 def test_settings_without_effect_are_not_listed():
@@ -52,19 +52,21 @@ def test_settings_without_effect_are_not_listed():
 
 
 def test_rules_refer_to_existing_settings():
-    fields = {one.name for one in dataclasses.fields(TrainConfig)}
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
     assert set(read_choices()["full"]) | set(read_choices()["laptop"]) <= fields | {"*"}
 
 
 def test_value_without_source_raises():
-    one = recipe("rho-imagenet").at("full")
-    full = {**one.full, "settings": {**one.full["settings"], "nesterov": True}}
+    chosen = recipe("rho-imagenet").at("full")
+    full = {**chosen.full, "settings": {**chosen.full["settings"], "nesterov": True}}
     with pytest.raises(ValueError, match="does not say where nesterov=True comes from"):
-        settings_of(dataclasses.replace(one, full=full))
+        settings_of(dataclasses.replace(chosen, full=full))
 
 
 def test_tuned_settings_of_baseline_are_marked_at_laptop_scale():
-    marks = {(one.name, value): one.mark for one in settings_of(recipe("table 9")) for value in one.values}
+    marks = {
+        (setting.name, value): setting.mark for setting in settings_of(recipe("table 9")) for value in setting.values
+    }
     assert marks["epochs", "12"] == marks["weight_decay", "0.03"] == "ours, because it was tuned on validation images"
     assert marks["rho", "0.5"] == "ours, because the laptop scale must take minutes on a CPU"
 
@@ -72,11 +74,12 @@ def test_tuned_settings_of_baseline_are_marked_at_laptop_scale():
 def test_settings_at_default_are_one_row():
     *others, last = settings_of(recipe("rho-imagenet").at("full"))
     assert last == ("every other", ("its default",), "ours, because the text does not mention it")
-    assert last.mark not in [one.mark for one in others]
+    assert last.mark not in [setting.mark for setting in others]
 
 
 def test_overridden_settings_are_ours():
-    (choice,) = [one for one in settings_of(recipe("rho-imagenet").at("full", {"epochs": 3})) if one.name == "epochs"]
+    settings = settings_of(recipe("rho-imagenet").at("full", {"epochs": 3}))
+    (choice,) = [setting for setting in settings if setting.name == "epochs"]
     assert (choice.values, choice.mark) == (("3",), "ours, because --set says so")
 
 
@@ -89,5 +92,5 @@ def test_80_columns_break_no_word(label, scale, capsys, monkeypatch):
     assert max(map(len, printed.splitlines())) <= 80
     chosen, words = recipe(label).at(scale), set(printed.split())
     expected = [*chosen.remarks, *chosen.row_labels, *(column.label for column in chosen.columns)]
-    expected += [one.mark for one in (*settings_of(chosen), *other_choices(chosen))]
+    expected += [source.mark for source in (*settings_of(chosen), *other_choices(chosen))]
     assert {word for text in expected for word in text.split()} <= words

@@ -13,9 +13,9 @@ from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, SHAPES, cost_table, dry_ru
 from sparsesam.lab.paper.recipe import Recipe, recipe, recipes
 
 RUNS = {
-    f"{one.label}: {label}": config
-    for one in recipes().values()
-    for label, config in one.at("full").sweep([0]).variants.items()
+    f"{known.label}: {label}": config
+    for known in recipes().values()
+    for label, config in known.at("full").sweep([0]).variants.items()
 }
 CIFAR = {label: config for label, config in RUNS.items() if config.dataset.startswith("cifar")}
 
