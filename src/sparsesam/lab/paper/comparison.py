@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console, Group
+from rich.table import Table as RichTable
 
 from sparsesam.lab.display import Table, cells, plural, to_rich
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
@@ -49,37 +49,44 @@ class RecipeRuns:
                 found[row, column.label] = values
         return found
 
-    def compared(self) -> Table:
-        """Returns a table of our means over the seeds, ± their 95 % intervals, beside the paper's numbers."""
-        recipe, numbers, lines = self.recipe, self.numbers(), []
-        columns, theirs = recipe.columns, recipe.at("full").columns if recipe.has_numbers else []
-        headings = [*(f"ours: {column.label}" for column in columns), *(f"paper: {column.label}" for column in theirs)]
-        order = list(range(len(headings)))
-        if recipe.scale == "full" and theirs:  # the same columns: ours and the paper's side by side
-            order.sort(key=lambda place: place % len(theirs))
-        for row in recipe.row_labels:
-            found = [numbers.get((row, column.label), {}) for column in columns]
-            shown = [column.show(values) for column, values in zip(columns, found, strict=True)]
-            printed = itertools.zip_longest(theirs, recipe.rows[row]["paper"][: len(theirs)])
-            shown += [column.show_paper(number) for column, number in printed]
-            lines.append(cells(row, *(shown[place] for place in order), max(map(len, found))))
-        return Table("comparison", "", ["", *(headings[place] for place in order), "our seeds"], lines)
+    def _columns(self) -> list[dict[str, list[str]]]:
+        """Returns groups of columns, texts of all rows by heading: our means over the seeds, ± their 95 % intervals,
+        and the paper's numbers; at full scale in pairs.
+        """
+        recipe, rows, numbers = self.recipe, self.recipe.row_labels, self.numbers()
+        ours = [
+            {f"ours:\n{column.label}": [column.show(numbers.get((row, column.label), {})) for row in rows]}
+            for column in recipe.columns
+        ]
+        printed = [dict(enumerate(recipe.rows[row]["paper"])) for row in rows]
+        theirs = [
+            {f"paper:\n{column.label}": [column.show_paper(row.get(place)) for row in printed]}
+            for place, column in enumerate(recipe.at("full").columns if recipe.has_numbers else ())
+        ]
+        if recipe.scale == "full" and theirs:
+            return [first | second for first, second in zip(ours, theirs, strict=True)]
+        return [*ours, *theirs]
 
     def table(self) -> Group:
         """Returns the comparison for the terminal, in several tables where one would be too wide."""
-        recipe, console, unlimited = self.recipe, Console(), Console(width=10_000)
-        compared, step = self.compared(), 2 if recipe.scale == "full" and recipe.has_numbers else 1
-        *columns, seeds = range(1, len(compared.columns))
-        parts: list[list[int]] = [[]]
-        for together in (columns[place : place + step] for place in range(0, len(columns), step)):
-            wider = to_rich(_part(compared, [0, *parts[-1], *together, seeds]), "")
-            if parts[-1] and unlimited.measure(wider).maximum > console.width:
-                parts.append([])
-            parts[-1] += together
-        drawn = [to_rich(_part(compared, [0, *part, seeds]), "") for part in parts]
-        drawn[0].title = f"{recipe.place}: {recipe.title}"
-        drawn[-1].caption = f"{sum(job.is_finished for job in self.jobs)} of {plural(len(self.jobs), 'run')}"
-        return Group(*drawn)
+        recipe, numbers, console, unlimited = self.recipe, self.numbers(), Console(), Console(width=10_000)
+        found = [[numbers.get((row, column.label), {}) for column in recipe.columns] for row in recipe.row_labels]
+        seeds = [max(map(len, values)) for values in found]
+
+        def drawn(columns: dict[str, list[str]]) -> RichTable:
+            lines = zip(recipe.row_labels, *columns.values(), seeds, strict=True)
+            rows = [cells(*line) for line in lines]
+            return to_rich(Table("comparison", "", ["", *columns, "our seeds"], rows), "")
+
+        parts: list[dict[str, list[str]]] = [{}]
+        for together in self._columns():
+            if parts[-1] and unlimited.measure(drawn(parts[-1] | together)).maximum > console.width:
+                parts.append({})
+            parts[-1] |= together
+        tables = [drawn(part) for part in parts]
+        tables[0].title = f"{recipe.place}: {recipe.title}"
+        tables[-1].caption = f"{sum(job.is_finished for job in self.jobs)} of {plural(len(self.jobs), 'run')}"
+        return Group(*tables)
 
     def sentences(self) -> Iterator[str]:
         """Yield what the table does not show: what ran, on which machine, and which differences are significant."""
@@ -117,12 +124,6 @@ class RecipeRuns:
             found = {row: cells[row, column.label] for row in recipe.row_labels if (row, column.label) in cells}
             if column.relative_to is None and len(found) > 1:
                 yield _best_of(column, found)
-
-
-def _part(table: Table, places: Sequence[int]) -> Table:
-    """Returns the columns at these places, with narrow headings."""
-    rows = [[row[place] for place in places] for row in table.rows]
-    return replace(table, columns=[table.columns[place].replace(": ", ":\n", 1) for place in places], rows=rows)
 
 
 def _best_of(column: Column, found: Mapping[str, Mapping[int, float]]) -> str:
