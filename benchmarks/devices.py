@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import sparsesam
@@ -19,8 +19,6 @@ from benchmarks.timing import Clock, show
 from sparsesam import perturbation
 from sparsesam.lab.models import build_model
 from sparsesam.lab.models.vit import VisionTransformer
-from sparsesam.masks.packed import PackedMask
-from sparsesam.semi_structured import Hardware, choose_backend
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEVICE = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
@@ -57,7 +55,7 @@ def gpu(
         name: Case(network, (images, labels), wrap, settings={**SGD, "foreach": True}, precision=half)
         for name, wrap in session.chosen(masks(), "SGD").items()
     }
-    print(f"{device_name(where)}; 2:4 products: {sparse_product(network, batch, half)}")
+    print(device_name(where))
     rows = []
     for name, ratio in session.compare(cases, "SGD", device_clock(session, where)).items():
         of_cuda = (_peak(cases[name]), _syncs(cases[name])) if where.type == "cuda" else ("–", "–")
@@ -92,17 +90,6 @@ def beyond_passes(case: Case) -> tuple[int, int]:
     passes = 1 if case.optimizer is case.base else 2
     launches, waits = (step - passes * each - update for step, each, update in zip(*counts, strict=True))
     return launches, waits
-
-
-def sparse_product(model: nn.Module, batch: int, precision: torch.dtype | None) -> str:
-    """Returns torch's sparse backend for the model's largest linear layer; "dense" if there is none."""
-    layers = [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
-    weight = max(layers, key=Tensor.numel).to(precision or torch.float32)
-    n, m = (1, 2) if weight.dtype == torch.float32 else (2, 4)
-    mask = PackedMask.pack(sparsesam.NM(n, m).select({"w": torch.rand(weight.shape)})["w"])
-    dy = weight.new_empty(batch * 64, weight.shape[0])
-    backend = choose_backend(dy, weight, mask, Hardware.of(weight.device))
-    return f"{'dense' if backend is None else backend.__name__} ({n}:{m}, {tuple(weight.shape)})"
 
 
 def _peak(case: Case) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import random
 import resource
 import subprocess
@@ -21,12 +20,13 @@ from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step
 from sparsesam.lab.experiment.run_directory import append_records
 
-_SETTINGS = (
+_SETTINGS: tuple[dict[str, Any], ...] = (
     {"optimizer": "sgd"},
     {"optimizer": "sam"},
     *({"optimizer": name, "sparsity": sparsity} for name in ("ssam-f", "ssam-d") for sparsity in (0.5, 0.8, 0.9, 0.95)),
 )
 _SEEDS = 5
+PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}
 
 
 @benchmark(quick={"runs": 4, "epochs": 2})
@@ -50,22 +50,38 @@ def write_runs(folder: Path, *, runs: int, epochs: int) -> None:
     draw = random.Random(0)
     for number in range(runs):
         settings = _SETTINGS[number // _SEEDS % len(_SETTINGS)]
-        noise = number // (_SEEDS * len(_SETTINGS)) / 10
-        config = TrainConfig(**settings, label_noise=noise, epochs=epochs, seed=number % _SEEDS)  # type: ignore[arg-type]
-        _write_run(folder / config.content_hash, config, draw)
+        noise, accuracy = number // (_SEEDS * len(_SETTINGS)) / 10, 0.9 + 0.05 * draw.random()
+        settings = {"label_noise": noise, "seed": number % _SEEDS, **settings}
+        write_run(folder / str(number), accuracy=accuracy, epochs=epochs, **settings)
 
 
-def _write_run(path: Path, config: TrainConfig, draw: random.Random) -> None:
-    settings = dataclasses.asdict(config)
-    seconds, best = (1.0 if config.is_plain else 2.0), 0.9 + 0.05 * draw.random()
-    origin = {"cpu": "synthetic", "machine": "none", "threads": 1}
-    records: list[dict[str, Any]] = [{"kind": "run", "step": 0, "config": settings, "provenance": origin}]
-    for epoch in range(1, config.epochs + 1):
-        accuracy = best * (1 - math.exp(-epoch / 10)) + 0.01 * draw.random()
-        measured = {"train_loss": 1 / epoch, "train_accuracy": accuracy, "test_loss": 1.1 / epoch}
-        records.append({"kind": "epoch", "epoch": epoch, "test_accuracy": accuracy, "seconds": seconds, **measured})
+def write_run(
+    path: Path,
+    *,
+    accuracy: float = 0.9,
+    seconds: float = 2.0,
+    epochs: int = 3,
+    planned: int | None = None,
+    finished: bool = True,
+    failure: str | None = None,
+    **settings: Any,
+) -> Path:
+    """Write a run of ``epochs`` epochs; those with a ``failure``, or not ``finished``, have no result."""
+    config = TrainConfig(epochs=planned or epochs, **settings)
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    sparsity = None if config.is_plain else config.sparsity or 0.0
+    records: list[dict[str, Any]] = [{"kind": "run", "step": 0, "config": plain, "provenance": PROVENANCE}]
+    for epoch in range(1, epochs + 1):
+        measured = {"test_accuracy": accuracy * epoch / epochs, "train_accuracy": accuracy, "sparsity": sparsity}
+        losses = {"train_loss": 1 / epoch, "test_loss": 1.2 / epoch, "seconds": seconds}
+        records.append({"kind": "epoch", "epoch": epoch, "step": 10 * epoch, **measured, **losses})
     append_records(path / "records.jsonl", records)
-    (path / "config.yaml").write_text(yaml.safe_dump({**settings, "betas": list(config.betas)}))
-    result = {**records[-1], "best_test_accuracy": best, "seconds_per_epoch": seconds, "sparsity": config.sparsity}
-    result["forward_backwards_per_step"] = passes_per_step(config)
-    (path / "result.json").write_text(json.dumps({"result": result, "config": settings, "provenance": origin}))
+    (path / "config.yaml").write_text(yaml.safe_dump(plain))
+    if failure is not None:
+        (path / "failure.json").write_text(json.dumps({"error": failure}))
+    elif finished:
+        result: dict[str, Any] = dict.fromkeys(("test_accuracy", "best_test_accuracy", "train_accuracy"), accuracy)
+        result |= {"sparsity": sparsity, "forward_backwards_per_step": passes_per_step(config)}
+        content = {"result": result, "config": plain, "provenance": PROVENANCE}
+        (path / "result.json").write_text(json.dumps(content))
+    return path

@@ -6,8 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -19,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsesam
 from benchmarks.cases import Batch, Case, OtherCase, Wrap, cifar_batch, sam, ssam
 from benchmarks.runner import Session, benchmark
-from benchmarks.timing import Ratio, show
-from sparsesam.lab.display import Axis, Figure, assign_styles, write_plot
-from sparsesam.lab.experiment.provenance import provenance
+from benchmarks.timing import show
 from sparsesam.lab.models import build_model
 from sparsesam.replay import Tape
 
@@ -29,12 +26,6 @@ from sparsesam.replay import Tape
 TAILS = {
     "resnet18": (("layer4.1.*", "fc.*"), ("layer4.*", "fc.*"), ("layer[34].*", "fc.*")),
     "resnet10-small": (("layer4.0.*", "fc.*"), ("layer4.*", "fc.*"), ("layer[34].*", "fc.*")),
-    "wrn-28-10": (("layer3.3.*", "bn.*", "fc.*"), ("layer3.*", "bn.*", "fc.*"), ("layer[23].*", "bn.*", "fc.*")),
-    "vit-s-16": (
-        ("blocks.11.*", "norm.*", "head.*"),
-        ("blocks.9.*", "blocks.1?.*", "norm.*", "head.*"),
-        ("blocks.[6-9].*", "blocks.1?.*", "norm.*", "head.*"),
-    ),
 }
 QUICK = {"model": "resnet10-small", "batch": 2}
 PERIOD = 5  # of LookSAM
@@ -55,59 +46,31 @@ METHODS: dict[str, Wrap] = {
     "MomentumSAM": lambda base, model: sparsesam.MomentumSAM(base, model, 0.25),
     "ExtrapolatedSAM": lambda base, model: sparsesam.ExtrapolatedSAM(base, model),
 }
-#: The curves of the chart: their cases, and the optimizer whose color they have.
-CURVES = {
-    "last layers": (("last block", "last stage", "last two stages"), "auto"),
-    "last stage, 25 % of the batch": (("last stage, a quarter of the batch",), ""),
-    "filters, explicit": (("half the filters, explicit",), "ssam-f"),
-    "filters, implicit": (("half the filters, implicit", "a tenth of the filters, implicit"), "ssam-d"),
-    "SSAM without savings": (("unstructured 50 %, engine off",), ""),
-    "SGD": (("SGD",), "sgd"),
-    "SAM": (("SAM",), "sam"),
-    "pytorch-optimizer SAM": (("pytorch-optimizer SAM",), ""),
-    "pytorch-optimizer LookSAM, k=5": (("pytorch-optimizer LookSAM, k=5",), ""),
-}
 Make = Callable[[], Case]
 
 
-class StepCost(NamedTuple):
-    case: Case
-    time: Ratio
-    peak: float | None  # of live bytes, x SGD; None if not measured
-
-
-def time_steps(session: Session, makes: Mapping[str, Make], *, memory: bool = False) -> dict[str, StepCost]:
+def time_steps(session: Session, makes: Mapping[str, Make], *, memory: bool = False) -> dict[str, Case]:
     """Times the cases against SGD, and prints a table."""
     cases = {name: make() for name, make in session.chosen(makes, "SGD").items()}
     peaks = {name: case.peak_bytes() for name, case in cases.items()} if memory else {}
-    parameters = sum(p.numel() for p in cases["SGD"].model.parameters())
-    costs, rows = {}, []
+    rows = []
     for name, ratio in session.compare(cases, "SGD").items():
-        case, peak = cases[name], peaks.get(name)
-        time = ratio.per(case.steps)
-        costs[name] = StepCost(case, time, peak and peak / peaks["SGD"])
-        row = [name, time.milliseconds, str(time), f"{case.passes:.2f}", f"{case.perturbed:.1%}"]
-        if peak is not None:
-            row += [f"{peak / peaks['SGD']:.3f}", f"{(peak - peaks['SGD']) / parameters:.2f}"]
-        rows.append(row)
-    more = " | peak of live bytes, x SGD | bytes per parameter beyond SGD" if memory else ""
+        case, time = cases[name], ratio.per(cases[name].steps)
+        relative = [f"{peaks[name] / peaks['SGD']:.3f}"] if memory else []
+        rows.append([name, time.milliseconds, str(time), f"{case.passes:.2f}", f"{case.perturbed:.1%}", *relative])
+    more = " | peak of live bytes, x SGD" if memory else ""
     show(f" | ms | x SGD (quartiles) | passes | perturbed{more}", rows)
-    return costs
+    return cases
 
 
 def made(model: str, batch: int) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
-    side = 224 if model == "vit-s-16" else 32
-    return build_model(model, image_size=side), cifar_batch(batch, side)
+    return build_model(model), cifar_batch(batch)
 
 
 @benchmark(rounds=7, only="", quick=QUICK)
-def steps(session: Session, *, model: str = "resnet18", batch: int = 64, memory: bool = False, chart: str = "") -> None:
-    """What does a step cost with each kind of mask?
-
-    Masks are made before the timing. --model is resnet18, wrn-28-10 or vit-s-16 (use --batch 8 with these two).
-    --chart FILE.svg draws cost and memory against the share of perturbed weights.
-    """
+def steps(session: Session, *, model: str = "resnet18", batch: int = 64, memory: bool = False) -> None:
+    """What does a step cost with each kind of mask? Masks are made before the timing."""
     network, data = made(model, batch)
     block, stage, more = (sparsesam.fixed_mask(*names) for names in TAILS[model])
     half, tenth = (filters_of_every_layer(network, share) for share in (0.5, 0.1))
@@ -133,9 +96,7 @@ def steps(session: Session, *, model: str = "resnet18", batch: int = 64, memory:
     makes["last stage, step(closure)"] = partial(Case, network, data, ssam(stage), closure=True)
     makes["pytorch-optimizer SAM"] = partial(OtherCase, network, data, "SAM")
     makes["pytorch-optimizer LookSAM, k=5"] = partial(OtherCase, network, data, "LookSAM", k=PERIOD)
-    costs = time_steps(session, makes, memory=memory or bool(chart))
-    if chart:
-        draw(costs, Path(chart))
+    time_steps(session, makes, memory=memory)
 
 
 def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule:
@@ -148,23 +109,6 @@ def filters_of_every_layer(model: nn.Module, share: float) -> sparsesam.MaskRule
             mask[torch.randperm(len(parameter), generator=generator)[round(share * len(parameter)) :]] = False
         masks[name] = mask
     return sparsesam.fixed_mask(masks)
-
-
-def draw(costs: Mapping[str, StepCost], file: Path) -> None:
-    times, peaks = [], []
-    styles = assign_styles([optimizer for _, optimizer in CURVES.values()])
-    for (label, (names, _)), style in zip(CURVES.items(), styles, strict=True):
-        found = [costs[name] for name in names if name in costs]
-        if not found:
-            continue
-        x, bars = [100 * cost.case.perturbed for cost in found], [(cost.time.low, cost.time.high) for cost in found]
-        times.append(style.series(label, x, [cost.time.median for cost in found], bars=bars))
-        peaks.append(style.series(label, x, [cost.peak for cost in found]))
-    origin = provenance()
-    title = f"{origin['cpu']}, {origin['threads']} thread(s), torch {origin['torch']}"
-    panels = {"time of a step": times, "peak of live bytes": peaks}
-    write_plot([Figure("step-cost", title, "", Axis("weights perturbed (%)"), Axis("x SGD"), panels, "points")], file)
-    print(file)
 
 
 @benchmark(rounds=7, only="", quick=QUICK)
@@ -207,8 +151,8 @@ def on_rank(rank: int, folder: str, session: Session, model: str, batch: int) ->
     if rank != 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # one table is enough
     network, data = made(model, batch)
-    costs = time_steps(session, last_stage(network, data, TAILS[model][1], DistributedDataParallel))
-    print(costs["last stage"].case.optimizer.savings())
+    cases = time_steps(session, last_stage(network, data, TAILS[model][1], DistributedDataParallel))
+    print(cases["last stage"].optimizer.savings())
     dist.barrier()
     dist.destroy_process_group()
 
@@ -219,8 +163,8 @@ def compiled(session: Session, *, model: str = "resnet18", batch: int = 64, back
     network, data = made(model, batch)
     torch._dynamo.config.recompile_limit = 100  # every copy of the model compiles its blocks
     compile_blocks = partial(sparsesam.compile_blocks, backend=backend)
-    costs = time_steps(session, last_stage(network, data, TAILS[model][1], compile_blocks))
-    print(costs["last stage"].case.optimizer.savings())
+    cases = time_steps(session, last_stage(network, data, TAILS[model][1], compile_blocks))
+    print(cases["last stage"].optimizer.savings())
 
 
 @benchmark(rounds=2000, threads=1, cpu_time=True)
@@ -266,32 +210,24 @@ def tiny(session: Session, *, operations: int = 100) -> None:
         print(f"an operation that is recorded and found again takes {each:.1f} us longer than running it twice")
 
 
-@benchmark(quick={**QUICK, "width": 64})
-def memory(session: Session, *, width: int = 2048, model: str = "resnet18", batch: int = 8) -> None:
+@benchmark(quick={"width": 64})
+def memory(session: Session, *, width: int = 2048) -> None:
     """How many bytes per parameter does a step need beyond SGD, without and with a new mask?
 
-    In a perceptron with one sample every temporary of the optimizer shows; in a ResNet with a batch, activations hide
-    some.
+    Measured in a perceptron with one sample, where no activations hide a temporary of the optimizer.
     """
     torch.manual_seed(0)
     layers = (nn.Linear(1024, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
-    networks: dict[str, tuple[nn.Module, torch.Tensor]] = {
-        "perceptron": (nn.Sequential(*layers), torch.randn(1, 1024)),
-        model: (build_model(model), torch.randn(batch, 3, 32, 32)),
-    }
-    for name, (network, images) in networks.items():
-        data = (images, torch.zeros(len(images), dtype=torch.long))
-        base = Case(network, data).peak_bytes()
-        parameters = sum(p.numel() for p in network.parameters())
-        wraps: dict[str, Wrap] = {"SAM": sam}
-        for sparsity in (0.5, 0.9):
-            fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=sparsity, samples=len(images))
-            dynamic = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=None)
-            wraps[f"SSAM-F {sparsity}"] = ssam(fisher, norm="full")
-            wraps[f"SSAM-D {sparsity}"] = ssam(dynamic, norm="full")
-        rows = []
-        for case, wrap in wraps.items():
-            peaks = [Case(network, data, wrap).peak_bytes(refresh=refresh) for refresh in (False, True)]
-            rows.append((case, *(f"{(peak - base) / parameters:.3f}" for peak in peaks)))
-        print(f"{name}, batch {len(images)}, {parameters:,} parameters; SGD itself {base / parameters:.2f}")
-        show(" | step | with a new mask", rows)
+    model, data = nn.Sequential(*layers), (torch.randn(1, 1024), torch.zeros(1, dtype=torch.long))
+    base, parameters = Case(model, data).peak_bytes(), sum(p.numel() for p in model.parameters())
+    wraps: dict[str, Wrap] = {"SAM": sam}
+    for sparsity in (0.5, 0.9):
+        fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=sparsity, samples=1)
+        dynamic = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=None)
+        wraps |= {f"SSAM-F {sparsity}": ssam(fisher, norm="full"), f"SSAM-D {sparsity}": ssam(dynamic, norm="full")}
+    rows = []
+    for name, wrap in wraps.items():
+        peaks = [Case(model, data, wrap).peak_bytes(refresh=refresh) for refresh in (False, True)]
+        rows.append((name, *(f"{(peak - base) / parameters:.3f}" for peak in peaks)))
+    print(f"{parameters:,} parameters; SGD itself {base / parameters:.2f}")
+    show(" | step | with a new mask", rows)

@@ -12,11 +12,12 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.runner import Session, benchmark
 from benchmarks.timing import show
-from sparsesam.lab.data import Labelled, Splits
+from sparsesam.lab.data import Splits
 from sparsesam.lab.experiment.batches import Batches
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.training import Training
 from sparsesam.lab.models import build_model
+from sparsesam.lab.paper.dry_run import random_splits
 
 CPU = torch.device("cpu")
 
@@ -40,7 +41,7 @@ def throughput(session: Session, *, models: tuple[str, ...] = ("resnet18", "smal
 
 
 def cases(name: str, side: int, batch: int, steps: int) -> dict[str, Callable[[], None]]:
-    splits = _images(side, batch * steps)
+    splits = random_splits(batch * steps, 10, 3, side)
     torch.manual_seed(0)
     model = build_model(name, 10, 3, side)
     return {
@@ -48,13 +49,6 @@ def cases(name: str, side: int, batch: int, steps: int) -> dict[str, Callable[[]
         "sparsesam train": _ours(copy.deepcopy(model), name, splits, batch, augment=False),
         "sparsesam train, augmentation": _ours(copy.deepcopy(model), name, splits, batch, augment=True),
     }
-
-
-def _images(side: int, count: int) -> Splits:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (count, 3, side, side), generator=generator, dtype=torch.uint8)
-    part = Labelled(images, torch.arange(count) % 10)
-    return Splits(part, part, name="random", classes=tuple("0123456789"), mean=(0.5,) * 3, std=(0.25,) * 3)
 
 
 def _bare(model: nn.Module, splits: Splits, batch: int) -> Callable[[], None]:

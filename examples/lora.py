@@ -18,7 +18,7 @@ def counting(count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     start, step = torch.randint(0, 50, (count, 1), generator=generator), torch.randint(1, 6, (count, 1))
     tokens = (start + step * torch.arange(12)) % 50
-    return [{"input_ids": one, "labels": one} for one in tokens]
+    return [{"input_ids": sequence, "labels": sequence} for sequence in tokens]
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def train(rank: int, port: int, epochs: int) -> None:
     if rank == 0:
         with torch.no_grad():
             accuracy = (model.module(x[1400:]).argmax(1) == y[1400:]).double().mean()
-        same = all(torch.equal(weights, one) for one in others)
+        same = all(torch.equal(weights, other) for other in others)
         print(f"test accuracy {accuracy:.1%}; weights are {'the same' if same else 'NOT the same'} on both ranks")
     distributed.destroy_process_group()
 

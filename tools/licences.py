@@ -20,7 +20,7 @@ def required(name: str, extras: set[str], found: dict[str, metadata.Distribution
     for text in metadata.distribution(name).requires or []:
         requirement = Requirement(text)
         environments = [{"extra": extra} for extra in (*extras, "")]
-        if requirement.marker and not any(requirement.marker.evaluate(one) for one in environments):
+        if requirement.marker and not any(requirement.marker.evaluate(environment) for environment in environments):
             continue
         key = re.sub(r"[-_.]+", "-", requirement.name).lower()
         if key not in found or key == "sparsesam":
@@ -34,7 +34,9 @@ def required(name: str, extras: set[str], found: dict[str, metadata.Distribution
 def licence(package: metadata.Distribution) -> str:
     """Returns the SPDX expression of a package, its classifiers, or the first line of its licence field."""
     about = package.metadata
-    classifiers = [one.rpartition(" :: ")[2] for one in about.get_all("Classifier", []) if one.startswith("License ::")]
+    classifiers = [
+        text.rpartition(" :: ")[2] for text in about.get_all("Classifier", []) if text.startswith("License ::")
+    ]
     stated = about.get("License", "").strip().partition("\n")[0]
     return about.get("License-Expression") or " / ".join(classifiers) or stated[:60]
 

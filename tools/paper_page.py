@@ -1,6 +1,6 @@
-"""Writes docs/paper.md: where each part of the paper is implemented, and where the code departs from it.
+"""Writes the tables of docs/paper.md: where each part of the paper is implemented, and where the code departs from it.
 
-python -m tools.paper_page > docs/paper.md
+python -m tools.paper_page
 """
 
 from __future__ import annotations
@@ -16,96 +16,40 @@ import yaml
 from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.recipe import Recipe, recipes
 
-_HEAD = """<!-- Written by `python -m tools.paper_page > docs/paper.md`; change the data, not this page. -->
-
-# Reproducing the paper
-
-*Systematic Investigation of Sparse Perturbed Sharpness-Aware Minimization Optimizer* (Mi et al., 2023): each table
-and figure is a command, at two scales.
-
-    sparsesam paper list
-    sparsesam paper show label-noise --scale full       # settings, and the paper's numbers
-    sparsesam paper run label-noise                     # laptop scale: minutes on the digits
-    sparsesam paper run label-noise --scale full --dry-run   # does it run? what will it cost?
-    sparsesam paper run label-noise --scale full --gpus 8 --data-dir DATA
-    sparsesam paper run hessian --plot hessian.png      # a figure: trains, analyzes and draws
-
-- **Laptop scale**: small networks and wrong labels instead of large networks and hard data, with settings of this
-  project. Compare its rows with each other, not with the paper's values. SGD's epochs and weight decay are tuned on
-  validation images, once for each network and task, and stand in the recipe: trained as long as SAM, SGD memorizes
-  the wrong labels.
-- **Full scale**: the hyper-parameters of the paper's text, and choices of this project where it gives none; `paper
-  show` marks the origin of every setting. It needs GPUs and has not been run; the tests include dry runs of it.
-
-A name is a label of the paper (`tab:corruption`, `nm_vit`), an alias (`landscape`) or a number (`figure 7`). The
-result is a table with the measured values next to the paper's: the mean over `--seeds` and its 95 % interval,
-followed by overridden settings, the changes of the laptop scale, the machine, and the differences that are not
-significant. `--set NAME=VALUE` changes a setting of all runs; a setting that rows or columns vary raises an error.
-Times are measured in separate short runs with nothing else running. `python -m benchmarks nm_vit` measures the ViT
-timing at a size that fits the machine.
-
-A dry run builds the model and the optimizer of every run and takes two steps on generated images where memory allows:
-with the run's own batch on a GPU, with two images on a CPU. It prints the estimated cost: steps, forward-backwards,
-GPU hours at a given throughput (`--tflops`), GPU memory; for a figure also the passes of its analysis.
-
-The figures (`grad-diff`, `corruption-images`, `train-curve`, `sparsity-acc`, `landscape`, `hessian`, `speedup`) share
-their networks, save each analysis in `RUN/analyses`, and are drawn to `--plot` or into the directory of the runs.
-"""
-_OPEN = """
-## What the paper leaves open, misprints, and where its authors' code differs
-
-"""
-_SETTINGS = """
-## Every setting
-
-At full scale. *From the paper* gives the place in its text; *from the authors' published settings* refers to what
-they published besides the paper, their code and its README; *ours* gives a reason.
-
-"""
-_CHOICES = """
-## Choices that are not settings
-
-"""
-_ITEMS = """
-## Each equation, theorem, table and figure
-
-Files are those in src/sparsesam; `pytest -k TEST` runs a test. The proofs in the supplement
-are not code: the inequality of each lemma is checked along real steps on problems with known constants, and a stronger
-one is shown to fail; constants and rates are checked with the theorems.
-
-"""
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "paper.md"
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the page with new content between ``<!-- NAME -->`` and ``<!-- end -->``."""
+    text = PAGE.read_text()
+    for name, content in parts().items():
+        text, count = re.subn(
+            rf"(?<=<!-- {name} -->\n\n).*?(?=\n<!-- end -->)", lambda _, new=content: new, text, flags=re.DOTALL
+        )
+        assert count == 1, name
+    return text
+
+
+def parts() -> dict[str, str]:
     everything = sorted(
         (recipe.at("full") for recipe in recipes().values()),
         key=lambda recipe: (recipe.place.startswith("Figure"), _number(recipe.place)),
     )
-    parts = [
-        _HEAD,
-        _ITEMS,
-        _table(
-            ("item", "what, and its command", "file, and its test"),
-            [
-                (item, f"{what}<br>{command}", f"{file}<br>{_code(test.strip('`').partition('::')[2])}")
-                for item, what, command, file, test in _items(everything)
-            ],
-        ),
-        _OPEN,
-        *(f"- **{_places(places).capitalize()}**: {note}\n" for note, places in _notes(everything).items()),
-        _CHOICES,
-        _table(("choice", "here", "where it comes from", "in"), _grouped(everything, settings=False)),
-        _SETTINGS,
-        _table(
-            ("setting", "value", "where it comes from", "in"),
-            [
-                *_grouped(everything, settings=True),
-                ("every other", "its default", settings_of(everything[0])[-1].mark, "all"),
-            ],
-        ),
+    items = [
+        (item, f"{what}<br>{command}", f"{file}<br>{_code(test.strip('`').partition('::')[2])}")
+        for item, what, command, file, test in _items(everything)
     ]
-    return "".join(parts)
+    others = ("every other", "its default", settings_of(everything[0])[-1].mark, "all")
+    notes = _notes(everything).items()
+    return {
+        "items": _table(("item", "what, and its command", "file, and its test"), items),
+        "open": "".join(f"- **{_places(places).capitalize()}**: {note}\n" for note, places in notes),
+        "choices": _table(("choice", "here", "where it comes from", "in"), _grouped(everything, settings=False)),
+        "settings": _table(
+            ("setting", "value", "where it comes from", "in"), [*_grouped(everything, settings=True), others]
+        ),
+    }
 
 
 def _notes(everything: Sequence[Recipe]) -> dict[str, list[str]]:
@@ -182,4 +126,4 @@ def _code(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    PAGE.write_text(page())

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from benchmarks.cases import Case
-from benchmarks.devices import NM_CASES, PAPER, beyond_passes, masks, nm_case, sparse_product
+from benchmarks.devices import NM_CASES, beyond_passes, masks, nm_case
 from tests.cases import same_bits, weights_of
 from torch import nn
 
@@ -38,10 +38,6 @@ def test_mixed_precision_takes_steps():
         assert not same_bits(each.model.parameters(), before)
 
 
-def test_sparse_product_is_dense_without_gpu():
-    assert sparse_product(case(None).model, 4, None) == "dense (1:2, (64, 128))"
-
-
 @pytest.mark.parametrize("name", NM_CASES)
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_every_nm_case_takes_steps(name, precision):
@@ -52,7 +48,3 @@ def test_every_nm_case_takes_steps(name, precision):
         losses.append(each.loss(each.batch).item())
     assert math.isfinite(losses[1])
     assert losses[1] != losses[0]
-
-
-def test_papers_numbers_belong_to_cases():
-    assert PAPER.keys() <= NM_CASES.keys()

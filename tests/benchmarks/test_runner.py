@@ -9,8 +9,7 @@ from benchmarks.runner import BENCHMARKS, Session
 from benchmarks import __main__ as runner
 
 NEEDS = {
-    "fisher": ["backpack", "opacus"],
-    "hessian": ["curvlinops", "pyhessian", "scipy"],
+    "hessian": ["curvlinops", "scipy"],
     "steps": ["pytorch_optimizer"],
     "methods": ["pytorch_optimizer"],
 }

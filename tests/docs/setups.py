@@ -74,7 +74,7 @@ def hugging_face(tmp_path):
     silent = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     return {
         "model": model,
-        "train_set": [{"input_ids": one, "labels": one} for one in tokens],
+        "train_set": [{"input_ids": sequence, "labels": sequence} for sequence in tokens],
         "arguments": transformers.TrainingArguments(tmp_path, num_train_epochs=1, **silent),
         "Seq2SeqTrainer": transformers.Seq2SeqTrainer,
     }

@@ -15,7 +15,7 @@ from sparsesam.lab.commands.parser import Parser
 from tests.docs import pages
 from tests.docs.setups import SETUPS, usual
 
-PAGES = ["README.md", "CONTRIBUTING.md", *(str(one.relative_to(pages.ROOT)) for one in pages.ROOT.glob("docs/*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *(str(page.relative_to(pages.ROOT)) for page in pages.ROOT.glob("docs/*.md"))]
 
 #: Packages without which a page's blocks cannot run.
 NEEDS = {
@@ -60,8 +60,8 @@ def commands_in(text):
     """Commands in blocks, joined and without comments, and inline; those that only name a command are left out."""
     blocks = re.findall(r"^    (?:\$ |PYTHONPATH=. )?sparsesam ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
     inline = re.findall(r"`sparsesam ([^`\n]+)`", text)
-    found = (one.replace("\\\n", " ") for one in (*blocks, *inline))
-    return [one for one in found if "…" not in one and not one.startswith("COMMAND")]
+    found = (command.replace("\\\n", " ") for command in (*blocks, *inline))
+    return [command for command in found if "…" not in command and not command.startswith("COMMAND")]
 
 
 @pytest.mark.parametrize("page", PAGES)

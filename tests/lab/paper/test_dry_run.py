@@ -1,7 +1,6 @@
 """Dry runs of every CIFAR recipe at full scale, so that a misspelled setting is found before a long run."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -10,23 +9,13 @@ from sparsesam.lab.data import load_dataset
 from sparsesam.lab.data.published import CIFAR10, CIFAR100
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.errors import RunError
-from sparsesam.lab.paper.dry_run import (
-    PAPER_TFLOPS,
-    SHAPES,
-    analysis_costs,
-    build_on_meta,
-    cost_table,
-    dry_run,
-    measure_model,
-    run_cost,
-    take_steps,
-)
+from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, SHAPES, cost_table, dry_run, measure_model, run_cost, take_steps
 from sparsesam.lab.paper.recipe import Recipe, recipe, recipes
 
 RUNS = {
-    f"{one.label}: {label}": config
-    for one in recipes().values()
-    for label, config in one.at("full").sweep([0]).variants.items()
+    f"{known.label}: {label}": config
+    for known in recipes().values()
+    for label, config in known.at("full").sweep([0]).variants.items()
 }
 CIFAR = {label: config for label, config in RUNS.items() if config.dataset.startswith("cifar")}
 
@@ -49,16 +38,6 @@ KINDS = {kind(config): label for label, config in reversed(list(CIFAR.items())) 
 def test_every_kind_of_cifar_run_takes_steps(label):
     expected = "built, no steps: two steps take" if "vit" in CIFAR[label].model else "2 steps"
     assert take_steps(CIFAR[label]).startswith(expected)
-
-
-def test_every_model_and_optimizer_is_built():
-    """Building raises for unknown names and settings that do not go together; not raising is the check."""
-    configs = {replace(config, dataset="cifar10", rho=0.1, label_noise=0.0) for config in CIFAR.values()}
-    assert {config.model for config in configs} == {config.model for config in CIFAR.values()}
-    for config in configs:
-        build_on_meta(config)
-    with pytest.raises(ValueError, match="model must be one of"):
-        build_on_meta(replace(config, model="resnet81"))
 
 
 @pytest.mark.slow
@@ -97,74 +76,68 @@ def test_command_shows_cost_and_throughput(capsys):
     assert main(["paper", "run", "speedup", "--dry-run", "--tflops", "0"]) == 2
 
 
-RESNET = TrainConfig(dataset="cifar10", model="resnet18", epochs=2, batch_size=100, fisher_samples=50)
+RESNET = {"dataset": "cifar10", "model": "resnet18", "epochs": 2, "batch_size": 100, "fisher_samples": 50}
 
 
-def of(**settings):
-    return run_cost(TrainConfig(**{**RESNET.__dict__, **settings}))
+def cost(**settings):
+    return run_cost(TrainConfig(**{**RESNET, **settings}))
 
 
 def test_model_is_measured_without_memory():
-    parameters, flops, saved = measure_model("resnet18", "cifar10")
-    assert parameters == 11_173_962
+    model, flops, saved = measure_model("resnet18", "cifar10")
+    assert next(model.parameters()).is_meta
     assert flops == pytest.approx(2 * 555.4e6, rel=1e-3)  # multiplications and additions
     assert 2e6 < saved < 20e6
 
 
-def test_passes_of_each_optimizer():
-    assert (of(optimizer="sgd").steps, of(optimizer="sgd").passes) == (1000, 1000)
-    assert of(optimizer="sam").passes == 2000
-    assert of(optimizer="sam", ascent_fraction=0.25).passes == 1250
-    assert of(optimizer="sam", ascent_every=2).passes == 1500
-    assert of(optimizer="sam", ascent="momentum").passes == 1000
-    assert of(optimizer="ssam-d").passes == 2000
-    assert of(optimizer="ssam-f").passes == 2000 + 2 * 0.5  # two masks of half a batch each
-    assert of(optimizer="ssam-f", mask_epochs=None).passes == 2000 + 0.5
-    assert of(optimizer="sam", max_steps=10).passes == 20
-
-
-def test_operations_of_run():
-    assert of(optimizer="sam").flops == pytest.approx(2000 * 3 * 100 * 1.1108e9, rel=1e-3)
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"optimizer": "sgd"}, 1000),
+        ({"optimizer": "sam"}, 2000),
+        ({"optimizer": "sam", "ascent_fraction": 0.25}, 1250),
+        ({"optimizer": "sam", "ascent_every": 2}, 1500),
+        ({"optimizer": "sam", "ascent": "momentum"}, 1000),
+        ({"optimizer": "sam", "max_steps": 10}, 20),
+        ({"optimizer": "ssam-d"}, 2000),
+        ({"optimizer": "ssam-f"}, 2000 + 2 * 0.5),  # two masks of half a batch each
+        ({"optimizer": "ssam-f", "mask_epochs": None}, 2000 + 0.5),
+    ],
+)
+def test_passes_and_operations_of_each_optimizer(settings, passes):
+    assert cost(**settings).passes == passes
+    assert cost(**settings).flops == pytest.approx(passes * 3 * 100 * 1.1108e9, rel=1e-3)
 
 
 def test_stated_throughput_gives_time_of_papers_table_10():
-    epoch = of(optimizer="sam", epochs=1, batch_size=128)
+    epoch = cost(optimizer="sam", epochs=1, batch_size=128)
     assert epoch.flops / (PAPER_TFLOPS * 1e12) == pytest.approx(13.60, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("label", "forwards"), [("grad-diff", 0), ("landscape", 2048 * 50**2), ("hessian", 6 * 2048 * (20 + 100 + 4 * 80))]
+    ("label", "forwards"), [("landscape", 2048 * 50**2), ("hessian", 6 * 2048 * (20 + 100 + 4 * 80))]
 )
 def test_analysis_of_figure_is_part_of_its_cost(label, forwards):
     chosen = recipe(label).at("full")
-    configs = [chosen.config(row, column) for row, column in chosen.cells]
-    images = [forwards or 2 * 3 * config.batch_size for config in configs]
-    flops = [measure_model(config.model, config.dataset)[1] for config in configs]
-    expected = [count * each for count, each in zip(images, flops, strict=True)]
-    assert [cost.flops for cost in analysis_costs(chosen)] == pytest.approx(expected)
-    labels, *_, hours, _ = (list(column.cells) for column in cost_table(chosen, seeds=2, tflops=1).columns)
+    labels, *_, hours, _ = (list(column.cells) for column in cost_table(chosen, seeds=2, tflops=1e-3).columns)
     *runs, analysis, total = [float(hour.replace(",", "")) for hour in hours]
     assert labels[-2] == "analysis of the trained networks"
-    assert total == pytest.approx(2 * sum(runs) + analysis, rel=0.01)
-
-
-def test_tables_have_no_analysis():
-    assert analysis_costs(recipe("table 9")) == []
+    assert analysis == pytest.approx(len(chosen.cells) * forwards * 1.1108e9 / 1e9 / 3600, rel=1e-3)
+    assert total == pytest.approx(2 * sum(runs) + analysis, rel=1e-4)
 
 
 def test_shapes_match_data_sets():
     digits = load_dataset("digits")
     assert SHAPES["digits"] == (digits.num_classes, digits.in_channels, digits.image_size, len(digits.train.labels))
-    for one in (CIFAR10, CIFAR100):
-        assert SHAPES[one.name] == (one.num_classes, one.in_channels, 32, one.train_size)
+    for data in (CIFAR10, CIFAR100):
+        assert SHAPES[data.name] == (data.num_classes, data.in_channels, 32, data.train_size)
 
 
 def test_timed_vit_fits_one_gpu_of_80_gb():
-    one = recipe("nm_vit").at("full")
-    memory = [run_cost(config).memory for config in one.sweep([0]).variants.values()]
+    memory = [run_cost(config).memory for config in recipe("nm_vit").at("full").configs]
     assert 5e9 < max(memory) < 40e9  # an estimate, so with some margin
 
 
 def test_custom_data_sets_have_no_cost_unless_loaded():
     with pytest.raises(ValueError, match="dataset must be one of digits, cifar10"):
-        run_cost(TrainConfig(dataset="module:function"))
+        cost(dataset="module:function")

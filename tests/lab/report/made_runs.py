@@ -1,53 +1,19 @@
-"""Directories with the files of runs, without training."""
+"""Files beside those of runs that `benchmarks.report` writes: of sweeps and analyses."""
 
-import dataclasses
 import functools
 import json
 
 import torch
 import torch.nn.functional as F
-import yaml
+from benchmarks.report import PROVENANCE
 
 from sparsesam import analysis
 from sparsesam.lab.experiment.calibration import key
-from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.cost import passes_per_step
 from sparsesam.lab.inspection.bound import BoundResult
 from sparsesam.lab.inspection.convergence import ConvergenceAnalysis
 from sparsesam.lab.inspection.hessian import HessianResult
 from sparsesam.lab.inspection.sharpness import SharpnessResult
 from sparsesam.lab.report.read_run import RunRecord
-
-PROVENANCE = {"cpu": "a chip", "machine": "Linux", "threads": 1, "torch": "2", "python": "3", "commit": "abc"}
-
-
-def write_run(path, *, accuracy=0.9, seconds=2.0, epochs=3, planned=None, finished=True, failure=None, **settings):
-    """A run of ``epochs`` epochs; those with a ``failure``, or not ``finished``, have no result."""
-    config = dataclasses.asdict(TrainConfig(epochs=planned or epochs, **settings))
-    path.mkdir(parents=True)
-    path.joinpath("config.yaml").write_text(yaml.safe_dump({**config, "betas": [0.9, 0.999]}))
-    sparsity = None if config["optimizer"] == "sgd" else config["sparsity"] or 0.0
-    lines = [{"kind": "run", "step": 0, "config": config, "provenance": PROVENANCE}]
-    for epoch in range(1, epochs + 1):
-        measured = {"test_accuracy": accuracy * epoch / epochs, "train_accuracy": accuracy, "sparsity": sparsity}
-        losses = {"train_loss": 1 / epoch, "test_loss": 1.2 / epoch, "seconds": seconds}
-        lines.append({"kind": "epoch", "epoch": epoch, "step": 10 * epoch, **measured, **losses})
-    path.joinpath("records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if failure is not None:
-        path.joinpath("failure.json").write_text(json.dumps({"error": failure}))
-    elif finished:
-        result = {
-            "test_accuracy": accuracy,
-            "best_test_accuracy": accuracy,
-            "train_accuracy": accuracy,
-            "seconds_per_epoch": seconds,
-            "seconds_per_step": seconds / 10,
-            "sparsity": sparsity,
-            "forward_backwards_per_step": passes_per_step(TrainConfig(epochs=planned or epochs, **settings)),
-        }
-        content = {"result": result, "config": config, "provenance": PROVENANCE}
-        path.joinpath("result.json").write_text(json.dumps(content))
-    return path
 
 
 def write_calibration(folder, runs, seconds):
@@ -55,12 +21,12 @@ def write_calibration(folder, runs, seconds):
     variants = {
         key(RunRecord(run).config): {
             "label": "",
-            "seconds_per_step": [one / 10],
+            "seconds_per_step": [per_epoch / 10],
             "seconds_per_mask": None,
-            "seconds_per_epoch": one,
+            "seconds_per_epoch": per_epoch,
             "epochs": 3,
         }
-        for run, one in zip(runs, seconds, strict=True)
+        for run, per_epoch in zip(runs, seconds, strict=True)
     }
     content = {"kind": "calibration", "variants": variants, "provenance": PROVENANCE}
     (folder / "calibration.json").write_text(json.dumps(content))
@@ -107,4 +73,4 @@ def analyses():
         "bound": BoundResult(analysis.generalization_bound(objective, classes=3), masked_bound),
         "convergence": ConvergenceAnalysis(steps=20, runs=2).measure(None, None),
     }
-    return {name: one.to_dict() for name, one in results.items()}
+    return {name: result.to_dict() for name, result in results.items()}

@@ -6,11 +6,11 @@ import os
 import shutil
 
 import pytest
-from benchmarks.report import write_runs
+from benchmarks.report import write_run, write_runs
 
 from sparsesam.lab.report import write_report
 from sparsesam.lab.report.write import build_report
-from tests.lab.report.made_runs import write_every_analysis, write_run
+from tests.lab.report.made_runs import write_every_analysis
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None and not os.environ.get("CI"):
@@ -155,7 +155,7 @@ def test_names_of_runs_are_escaped(drawn):
     assert drawn.locator("img").count() == 0
 
 
-def test_tables_sort_by_headings_also_with_keyboard(drawn):
+def test_tables_sort_by_headings_also_with_keyboard_and_runs_show_settings(drawn):
     heading = drawn.locator("#table-accuracy th", has=drawn.get_by_role("button", name="test accuracy", exact=True))
     names = drawn.locator("#table-accuracy tbody th")
     heading.get_by_role("button").click()
@@ -165,13 +165,14 @@ def test_tables_sort_by_headings_also_with_keyboard(drawn):
     drawn.keyboard.press("Enter")
     assert heading.get_attribute("aria-sort") == "descending"
     assert names.all_inner_texts() == ["SSAM-F", "SAM", "SGD"]
-
-
-def test_rows_without_number_sort_last(drawn):
     sparsity = drawn.locator("#table-accuracy").get_by_role("button", name="sparsity")
-    for _ in range(2):
+    for _ in range(2):  # rows without a number stay last
         sparsity.click()
-        assert drawn.locator("#table-accuracy tbody th").all_inner_texts()[-1] == "SGD"
+        assert names.all_inner_texts()[-1] == "SGD"
+    run = drawn.locator("#table-runs details").first
+    assert not run.locator("pre").is_visible()
+    run.locator("summary").click()
+    assert "weight_decay: 0.0005" in run.locator("pre").inner_text()
 
 
 def test_theme_follows_system_and_button(opened, report):
@@ -186,8 +187,6 @@ def test_theme_follows_system_and_button(opened, report):
     light = page.evaluate(background), page.evaluate(line)
     assert dark[0] != light[0]
 
-
-# ---- nothing overlaps, nothing is cut ----------------------------------------------------------------------------
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 DESKTOP = {"viewport": {"width": 1400, "height": 900}}
@@ -214,43 +213,37 @@ def overlap(first, second):
     return first[0] < second[2] and second[0] < first[2] and first[1] < second[3] and second[1] < first[3]
 
 
-def test_page_scrolls_only_vertically(looked_at):
-    assert looked_at.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-
-
-def test_title_plot_legend_and_caption_do_not_overlap(looked_at):
-    parts = {selector: boxes(looked_at, selector) for selector in (".bar h4", ".plot", ".legend", "figcaption")}
-    for figure in parts[".plot"]:
-        present = [box for found in parts.values() for box in found[figure]]
+def assert_apart(found):
+    for figure, present in found.items():
         for place, box in enumerate(present):
             assert not any(overlap(box, other) for other in present[:place]), figure
 
 
-def test_texts_of_chart_are_within_figure(looked_at):
+def test_nothing_overlaps_and_nothing_is_cut(looked_at):
+    assert looked_at.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert_apart(boxes(looked_at, ".bar h4, .plot, .legend, figcaption"))
+    for ticks in (".xtick text", ".ytick text"):
+        straight = {  # names at an angle have boxes that are too large
+            figure: [(left + 1, top + 2, right - 1, bottom - 2) for left, top, right, bottom in found]
+            for figure, found in boxes(looked_at, ticks).items()
+            if "layers" not in figure and "terms" not in figure
+        }
+        assert_apart(straight)
     texts, frames = boxes(looked_at, ".plot svg text"), boxes(looked_at, ".plot")
     assert sum(map(len, texts.values())) > 100
     for figure, found in texts.items():
         ((left, top, right, bottom),) = frames[figure]
         for box in found:
-            assert left - 1 <= box[0], figure
-            assert box[2] <= right + 1, figure
-            assert top - 1 <= box[1], figure
-            assert box[3] <= bottom + 1, figure
-
-
-def test_ticks_do_not_overlap(looked_at):
-    for selector in (".xtick text", ".ytick text"):
-        for figure, found in boxes(looked_at, selector).items():
-            if "layers" not in figure and "terms" not in figure:  # names at an angle, whose boxes are too large
-                inner = [(a + 1, b + 2, c - 1, d - 2) for a, b, c, d in found]
-                for place, box in enumerate(inner):
-                    assert not any(overlap(box, other) for other in inner[:place]), figure
+            assert left - 1 <= box[0] <= box[2] <= right + 1, figure
+            assert top - 1 <= box[1] <= box[3] <= bottom + 1, figure
 
 
 def test_chosen_point_has_ring_and_name_in_legend(looked_at):
     figure = looked_at.locator("#figure-accuracy-against-cost")
     assert figure.locator(".legend button").all_text_contents() == ["●SGD", "▲SAM", "✖SSAM-F (best choice)"]
     assert figure.locator(".scatterlayer path.point").count() == 4  # three variants and the ring
+    epochs = looked_at.locator("#figure-test-accuracy .xtick text").all_text_contents()
+    assert epochs == ["1", "2", "3"]
 
 
 def test_swatches_of_legend_differ(looked_at):
@@ -262,72 +255,21 @@ def test_swatches_of_legend_differ(looked_at):
         assert len(set(swatches)) == len(swatches)
 
 
-def test_first_screen_has_accuracy_and_chart(opened, tmp_path):
-    for optimizer, accuracy in (("sgd", 0.8), ("sam", 0.95)):
-        for seed in range(3):
-            run = {"optimizer": optimizer, "seed": seed, "accuracy": accuracy, "label_noise": 0.3}
-            write_run(tmp_path / "runs" / f"{optimizer}{seed}", **run)
-    write_report([tmp_path / "runs"], tmp_path / "report.html")
-    for options in (PHONE, DESKTOP):
-        page = opened(tmp_path / "report.html", **options)
-        page.locator("figure .main-svg").first.wait_for(state="attached")
-        height = page.viewport_size["height"]
-        lead = page.locator(".lead").bounding_box()
-        assert "95.0 ± 0.0 %" in page.locator(".lead").inner_text()
-        assert lead["y"] + lead["height"] < height
-        plot = page.locator("figure .plot").first.bounding_box()
-        assert plot["y"] + plot["height"] < height
-
-
-def test_hashes_do_not_wrap(looked_at):
-    script = """() => [...document.querySelectorAll("#table-runs tbody summary, #table-machines td")].map(cell => {
-        const range = document.createRange();
-        range.selectNodeContents(cell);
-        return new Set([...range.getClientRects()].map(r => r.top)).size; })"""
-    assert set(looked_at.evaluate(script)) == {1}
-
-
-def test_epochs_are_integers(looked_at):
-    epochs = looked_at.locator("#figure-test-accuracy .xtick text").all_text_contents()
-    assert epochs == ["1", "2", "3"]
-
-
-def test_tools_appear_only_on_hover(opened, report):
-    page = opened(report, **DESKTOP)
-    figure = page.locator("figure").first
-    figure.locator(".main-svg").first.wait_for(state="attached")
-    tools = [figure.locator(".modebar-group").first, figure.locator(".bar button").first]
-    opacity = "e => Number(getComputedStyle(e).opacity)"
-    page.mouse.move(1, 1)
-    assert [tool.evaluate(opacity) for tool in tools][1] == 0
-    assert figure.locator(".modebar").evaluate(opacity) == 0 or tools[0].evaluate(opacity) == 0
-    figure.locator(".plot").hover()
-    page.wait_for_function("e => Number(getComputedStyle(e).opacity) === 1", arg=tools[1].element_handle())
-
-
-def test_toolbar_is_above_chart(looked_at):
-    tools = boxes(looked_at, ".modebar")
-    for figure, found in boxes(looked_at, ".heatmaplayer image, .contourlayer").items():
-        assert not any(overlap(tool, box) for tool in tools[figure] for box in found), figure
-
-
-def test_click_on_run_shows_its_settings(drawn):
-    run = drawn.locator("#table-runs details").first
-    assert not run.locator("pre").is_visible()
-    run.locator("summary").click()
-    assert "weight_decay: 0.0005" in run.locator("pre").inner_text()
-
-
-def test_equal_points_do_not_hide_each_other(opened, tmp_path):
+def test_first_screen_has_accuracy_and_chart_whose_points_do_not_hide_each_other(opened, tmp_path):
     for optimizer in ("sgd", "sam", "asam", "gsam", "wsam"):
-        write_run(tmp_path / optimizer, optimizer=optimizer, accuracy=0.9)
+        for seed in range(3):
+            write_run(tmp_path / f"{optimizer}{seed}", optimizer=optimizer, seed=seed, accuracy=0.95, label_noise=0.3)
     write_report([tmp_path], tmp_path / "report.html")
     for options in (PHONE, DESKTOP):
         page = opened(tmp_path / "report.html", **options)
         page.locator("figure .main-svg").first.wait_for(state="attached")
-        points = boxes(page, ".scatterlayer path.point")["accuracy-against-cost"]
+        assert "95.0 ± 0.0 %" in page.locator(".lead").inner_text()
+        plot = page.locator("figure .plot").first.bounding_box()
+        assert plot["y"] + plot["height"] < page.viewport_size["height"]
+        found = boxes(page, ".scatterlayer path.point")["accuracy-against-cost"]
+        *points, _ = sorted(found, key=lambda box: box[2] - box[0])  # without the ring, the largest
         assert len(points) == 5
-        assert not any(overlap(first, second) for i, first in enumerate(points) for second in points[:i])
+        assert_apart({"points": points})
 
 
 def test_bands_appear_when_three_curves_are_left(opened, tmp_path):

@@ -1,9 +1,10 @@
 import os
 
 import pytest
+from benchmarks.report import write_run
 
 from sparsesam.lab.report.read_run import RunRecord, find_runs
-from tests.lab.report.made_runs import write_analysis, write_run
+from tests.lab.report.made_runs import write_analysis
 
 
 def test_finished_run(tmp_path):
@@ -61,15 +62,12 @@ def test_unreadable_settings_are_taken_from_records(tmp_path):
     assert "config.yaml cannot be read: while parsing" in run.problems[0]
 
 
-def test_older_run_uses_current_defaults_for_missing_settings(tmp_path):
-    path = write_run(tmp_path / "a")
-    (path / "config.yaml").write_text("optimizer: sam\n")
-    assert RunRecord(path).config.ascent_every == 1
-
-
 def test_settings_of_another_version_are_reported(tmp_path):
     path = write_run(tmp_path / "a")
-    (path / "config.yaml").write_text("optimizer: sam\ntemperature: 3\n")
+    for name in ("config.yaml", "records.jsonl"):
+        (path / name).unlink()
+    text = (path / "result.json").read_text()
+    (path / "result.json").write_text(text.replace('"config": {', '"config": {"temperature": 3, '))
     run = RunRecord(path)
     assert (run.status, run.config) == ("finished", None)
     assert "not valid in this version of sparsesam: unknown option 'temperature'" in run.problems[0]
@@ -101,17 +99,11 @@ def test_runs_are_found_below_directory_or_given_directly(tmp_path):
     first, second = write_run(tmp_path / "sweep" / "a"), write_run(tmp_path / "sweep" / "deep" / "b")
     assert find_runs([tmp_path / "sweep"]) == [first, second]
     assert find_runs([second]) == [second]
-
-
-def test_run_given_twice_appears_once(tmp_path):
-    run = write_run(tmp_path / "a")
-    assert find_runs([run, tmp_path, tmp_path / "a" / ".." / "a"]) == [run]
-
-
-def test_run_without_settings_is_found(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "failure.json").write_text("{}")
-    assert find_runs([tmp_path]) == [tmp_path / "a"]
+    assert find_runs([first, tmp_path, tmp_path / "sweep" / "a" / ".." / "a"]) == [first, second]  # each once
+    failed = tmp_path / "sweep" / "c"  # before it could write its settings
+    failed.mkdir()
+    (failed / "failure.json").write_text("{}")
+    assert find_runs([tmp_path]) == [first, failed, second]
 
 
 def test_circular_links_terminate(tmp_path):

@@ -1,11 +1,12 @@
 import json
 
 import pytest
+from benchmarks.report import PROVENANCE, write_run
 
 from sparsesam.lab.display.figure import Figure
 from sparsesam.lab.display.table import Table
 from sparsesam.lab.report.write import build_report
-from tests.lab.report.made_runs import PROVENANCE, analyses, write_analysis, write_every_analysis, write_run
+from tests.lab.report.made_runs import analyses, write_analysis, write_every_analysis
 
 DIGITS = "task-digits-small-cnn"
 
@@ -21,9 +22,6 @@ def blocks(section):
 
 def texts(table):
     return [[cell.text for cell in row] for row in table.rows]
-
-
-# ---- the order of the page ---------------------------------------------------------------------------------------
 
 
 def test_results_come_first_and_failures_last(tmp_path):
@@ -44,6 +42,9 @@ def test_several_tasks_have_overview_and_section_each(tmp_path):
         ["digits, small-cnn", "SAM", "80.0 ± 0.0 %", "2.00 × SGD’s passes", "2"],
         ["digits, small-cnn, label noise 0.2", "SGD", "70.0 ± 0.0 %", "1.00 × SGD’s passes", "2"],
     ]
+    results = found[DIGITS].parts[0]
+    assert results.lead.startswith("Best choice: SAM, 80.0 ± 0.0 % at 2.00 × SGD’s passes")
+    assert [point.chosen for point in results.blocks[0].panels[""]] == [False, True]
 
 
 def test_all_blocks_have_unique_names(tmp_path):
@@ -57,10 +58,7 @@ def test_all_blocks_have_unique_names(tmp_path):
         assert len(set(names)) == len(names)
 
 
-# ---- results -----------------------------------------------------------------------------------------------------
-
-
-def test_accuracy_table_has_mean_interval_cost_and_seeds(tmp_path):
+def test_accuracy_table_and_figure_have_mean_interval_cost_and_seeds(tmp_path):
     write_run(tmp_path / "a", optimizer="sgd", accuracy=0.8)
     for seed, accuracy in enumerate((0.90, 0.92, 0.91)):
         write_run(tmp_path / f"b{seed}", optimizer="ssam-f", sparsity=0.5, seed=seed, accuracy=accuracy)
@@ -71,6 +69,10 @@ def test_accuracy_table_has_mean_interval_cost_and_seeds(tmp_path):
         ["SGD", "80.0 %", "1.00", "–", "80.0 %", "80.0 %", "1"],
         ["SSAM-F", "91.0 ± 2.5 %", "2.00", "0.5", "91.0 %", "91.0 %", "3 of 4, 1 failed"],
     ]
+    sgd, ssam = blocks(sections(tmp_path)[1][DIGITS])["accuracy-against-cost"].panels[""]
+    width = 4.302653 / 3**0.5  # t(0.975, 2) times the standard error in points
+    assert (sgd.x, ssam.x, sgd.bars) == ([1.0], [2.0], None)
+    assert ssam.bars[0] == pytest.approx((91 - width, 91 + width))
 
 
 def test_cost_is_beside_budget(tmp_path):
@@ -79,18 +81,6 @@ def test_cost_is_beside_budget(tmp_path):
     table = blocks(sections(tmp_path)[1][DIGITS])["accuracy"]
     assert table.columns[2:4] == ["passes / SGD", "budget"]
     assert [row[2:4] for row in texts(table)] == [["1.00", "–"], ["2.00", "1.2"]]
-
-
-def test_first_figure_has_intervals_and_marks_recommended_point(tmp_path):
-    for seed, accuracy in enumerate((0.90, 0.91, 0.92)):
-        write_run(tmp_path / f"a{seed}", optimizer="sgd", seed=seed, accuracy=accuracy - 0.1)
-        write_run(tmp_path / f"b{seed}", optimizer="sam", seed=seed, accuracy=accuracy)
-    part = sections(tmp_path)[1][DIGITS].parts[0]
-    assert part.lead.startswith("Best choice: SAM, 91.0 ± 2.5 % at 2.00 × SGD’s passes")
-    sgd, sam = part.blocks[0].panels[""]
-    assert (sgd.chosen, sam.chosen) == (False, True)
-    width = 4.302653 / 3**0.5  # t(0.975, 2) times the standard error in points
-    assert sam.bars[0] == pytest.approx((91 - width, 91 + width))
 
 
 def test_settings_that_differ_are_shown_with_values(tmp_path):
@@ -105,17 +95,6 @@ def test_all_settings_of_run_are_in_its_row(tmp_path):
     write_run(tmp_path / "a", optimizer="sam", rho=0.3)
     (row,) = blocks(sections(tmp_path)[1]["runs"])["runs"].rows
     assert {"rho: 0.3", "optimizer: sam", "nesterov: no"} <= set(row[0].details.splitlines())
-
-
-def test_uncommitted_changes_have_mark_and_footnote(tmp_path):
-    run = write_run(tmp_path / "a")
-    origins = blocks(sections(tmp_path)[1]["machines"])["machines"]
-    assert (texts(origins)[0][-2], origins.caption) == ("abc", "")
-    content = json.loads((run / "result.json").read_text())
-    content["provenance"]["commit"] = "abc+changes"
-    (run / "result.json").write_text(json.dumps(content))
-    origins = blocks(sections(tmp_path)[1]["machines"])["machines"]
-    assert (texts(origins)[0][-2], origins.caption) == ("abc *", "* The working tree had uncommitted changes.")
 
 
 def test_duplicates_are_counted_once_and_listed(tmp_path):
@@ -136,9 +115,6 @@ def test_failed_and_unfinished_runs_are_listed_with_reason(tmp_path):
     assert "stopped after epoch 1 of 3" in rows[1][2]
 
 
-# ---- curves and sparsity -----------------------------------------------------------------------------------------
-
-
 def test_curves_are_means_with_bands_and_unfinished_runs_are_dotted(tmp_path):
     for seed, accuracy in enumerate((0.6, 0.9, 0.75)):
         write_run(tmp_path / str(seed), optimizer="sam", seed=seed, accuracy=accuracy)
@@ -150,18 +126,13 @@ def test_curves_are_means_with_bands_and_unfinished_runs_are_dotted(tmp_path):
     assert (unfinished.name, unfinished.x, unfinished.faint) == ("SAM, seed 3 (unfinished)", [1, 2], True)
 
 
-def test_single_points_are_not_drawn(tmp_path):
-    write_run(tmp_path / "a", optimizer="sam", epochs=1)
-    assert [one for one in blocks(sections(tmp_path)[1][DIGITS]).values() if isinstance(one, Figure)] == []
-
-
 def test_sparsities_are_drawn_beside_plain_level(tmp_path):
     write_run(tmp_path / "a", optimizer="sgd", accuracy=0.7)
     for sparsity in (0.5, 0.9):
         write_run(tmp_path / str(sparsity), optimizer="ssam-d", sparsity=sparsity)
     plain, *masked = blocks(sections(tmp_path)[1][DIGITS])["accuracy-against-sparsity"].panels[""]
     assert (plain.faint, list(plain.y)) == (True, [70, 70])
-    assert [one.x for one in masked] == [[0.5], [0.9]]
+    assert [point.x for point in masked] == [[0.5], [0.9]]
 
 
 # ---- analyses ----------------------------------------------------------------------------------------------------
@@ -211,7 +182,7 @@ def test_analyses_of_another_format_are_noted_and_skipped(tmp_path, result):
 
 def landscape(factor):
     content = json.loads(json.dumps(analyses()["landscape-2d"]))
-    content["loss"] = [[factor * one for one in row] for row in content["loss"]]
+    content["loss"] = [[factor * loss for loss in row] for row in content["loss"]]
     return content
 
 
@@ -234,10 +205,12 @@ def test_losses_far_apart_are_drawn_as_logarithms(tmp_path):
     assert surface.panels["SSAM-F"][0].z[0][:2] == [6.0, None]
 
 
-def test_provenance_is_shown_once_per_machine(tmp_path):
+def test_machines_are_shown_once_with_mark_for_uncommitted_changes(tmp_path):
     write_run(tmp_path / "a")
-    other = write_run(tmp_path / "b", seed=1)
-    content = json.loads((other / "result.json").read_text())
-    (other / "result.json").write_text(json.dumps({**content, "provenance": {**PROVENANCE, "cpu": "another chip"}}))
-    found = blocks(sections(tmp_path)[1]["machines"])
-    assert [row[0] for row in texts(found["machines"])] == ["a chip", "another chip"]
+    write_run(tmp_path / "b", seed=1)
+    changed = write_run(tmp_path / "c", seed=2) / "result.json"
+    content = json.loads(changed.read_text())
+    changed.write_text(json.dumps({**content, "provenance": {**PROVENANCE, "commit": "abc+changes"}}))
+    table = blocks(sections(tmp_path)[1]["machines"])["machines"]
+    assert [(row[0], *row[-2:]) for row in texts(table)] == [("a chip", "abc", "2"), ("a chip", "abc *", "1")]
+    assert table.caption == "* The working tree had uncommitted changes."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +16,14 @@ from rich.live import Live
 from rich.table import Table
 
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
-from sparsesam.lab.display import finished_of, percent, plural, ratio, significant
+from sparsesam.lab.display import plural, ratio, significant
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
-from sparsesam.lab.experiment.confidence import half_width
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.observers import duration
 from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt, read_yaml
 from sparsesam.lab.experiment.sweep import Job, read_sweep, sweep_jobs
+from sparsesam.lab.experiment.variants import Variant, costs_of, grouped
 
 HELP = (
     "Train every combination of settings in a YAML file, for every seed. Finished runs are not run again; the same "
@@ -190,49 +189,33 @@ class SweepProgress:
 
     def _work_left(self) -> float:
         """Returns the remaining work in seconds of the calibration, or in epochs without one."""
-        left = [job for job in self.jobs if job.failure is None and not job.is_finished]
+        left = [job for job in self.jobs if job.status == "unfinished"]
         known = self.calibration.seconds_per_epoch if self.calibration is not None else lambda config: None
         return sum((known(job.config) or 1.0) * max(0, job.config.epochs - job.epochs_done) for job in left)
 
 
 def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
-    """Returns a table with a row per variant: means over its finished seeds, and cost relative to the first variant.
+    """Returns a table with a row per variant: means over its finished seeds, and its cost.
 
-    Costs are the times of the calibration, or forward-backward passes without one. Where a variant has a budget, the
-    passes per step that were counted are beside it.
+    Where a variant has a budget, the passes per step that were counted are beside it.
     """
-    variants: dict[str, list[Job]] = {}
-    for job in jobs:
-        variants.setdefault(job.label, []).append(job)
-    results = {label: [found for job in members if (found := job.result)] for label, members in variants.items()}
-    if calibration is None:
-        measured = "forward-backwards"
-        costs = {label: _mean([run.forward_backwards_per_step for run in results[label]]) for label in variants}
-    else:
-        measured = "time"
-        costs = {label: calibration.seconds_per_epoch(members[0].config) for label, members in variants.items()}
-    first, unit = next(iter(costs.items()))
-    has_budget = any(job.config.has_budget for job in jobs)
+    groups = grouped(jobs, lambda job: job.label)
+    variants = [Variant(label, members[0].config, members) for label, members in groups.items()]
+    cost = costs_of(variants, [] if calibration is None else [calibration])
+    has_budget = any(variant.config.has_budget for variant in variants)
     table = Table(title=title, caption="±: 95 % interval of the mean, from three seeds on")
     budget_heading = ["passes / budget"] if has_budget else []
-    for heading in ("", "test accuracy", f"{measured} / {first}", *budget_heading, "sparsity", "seeds"):
+    for heading in ("", "test accuracy", f"{cost.measure} / {cost.reference}", *budget_heading, "sparsity", "seeds"):
         table.add_column(heading, justify="right" if heading else "left", overflow="fold")
-    for label, members in variants.items():
-        finished, cost, budget = results[label], costs[label], members[0].config.budget
-        accuracies = [result.test_accuracy for result in finished]
-        passes = ratio(_mean([result.forward_backwards_per_step for result in finished]))
-        seeds = finished_of(len(finished), len(members), sum(job.failure is not None for job in members))
-        running = [f"in epoch {job.epochs_done + 1}/{job.config.epochs}" for job in members if job.is_running]
+    for variant in variants:
+        passes = ratio(variant.mean("forward_backwards_per_step"))
+        running = [f"in epoch {job.epochs_done + 1}/{job.config.epochs}" for job in variant.runs if job.is_running]
         table.add_row(
-            label,
-            percent(_mean(accuracies), half_width(accuracies)),
-            ratio(cost / unit if cost and unit else None),
-            *([f"{passes} / {significant(budget)}"] if has_budget else []),
-            significant(finished[0].sparsity if finished else None),
-            ", ".join([seeds, *running]),
+            variant.label,
+            variant.accuracy_text,
+            ratio(cost.values[variant]),
+            *([f"{passes} / {significant(variant.config.budget)}"] if has_budget else []),
+            significant(variant.mean("sparsity")),
+            ", ".join([variant.seeds, *running]),
         )
     return table
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None

@@ -27,6 +27,7 @@ from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import RunResult, read_result
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, write_atomically
 from sparsesam.lab.experiment.setting_types import Rule, convert, read_yaml
+from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.names import check_names, suggestion
 
 #: How often a run on a Ray cluster may lose its machine.
@@ -72,8 +73,18 @@ class Job:
         return RunDirectory(self.directory)
 
     @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
     def is_finished(self) -> bool:
         return self.files.result.exists()
+
+    @property
+    def status(self) -> str:
+        if self.is_finished:
+            return "finished"
+        return "unfinished" if self.failure is None else "failed"
 
     @property
     def is_running(self) -> bool:
@@ -88,6 +99,10 @@ class Job:
     @property
     def result(self) -> RunResult | None:
         return read_result(self.files.result, self.config.content_hash)
+
+    def measured(self, name: str) -> float | None:
+        value: float | None = getattr(self.result, name, None)
+        return value
 
     @property
     def epochs_done(self) -> int:
@@ -198,16 +213,14 @@ def sweep_jobs(
     reach, or to one started here; its machines must share the directory of the runs, and the runs of a lost machine
     continue on another.
     """
-    distinct: dict[Path, Job] = {}
-    for job in jobs:
-        distinct.setdefault(job.directory, job)
-    due = [job for job in distinct.values() if not job.is_finished and (retry or job.failure is None)]
+    distinct = [same[0] for same in grouped(jobs, lambda job: job.directory).values()]
+    due = [job for job in distinct if job.status == "unfinished" or (retry and job.status == "failed")]
     environment = replace(environment, resume=True, quiet=True, threads=environment.threads or 1, logger="none")
     parent = os.getpid() if backend == "loky" else None
     run = partial(_run_job, environment=environment, gpus=gpus, parent=parent)
     for job, texts in (_on_ray if backend == "ray" else _in_processes)(run, due, workers):
         on_end(job, texts)
-    if not all(job.is_finished or job.failure for job in due):
+    if any(job.status == "unfinished" for job in due):
         raise KeyboardInterrupt
 
 

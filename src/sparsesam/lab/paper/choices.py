@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
@@ -31,8 +31,7 @@ class Source(NamedTuple):
 def settings_of(recipe: Recipe) -> list[Source]:
     """Returns every setting that the runs use, once for each mark; those at their default as one, the last."""
     found: dict[str, dict[str, dict[str, None]]] = {name: {} for name in DEFAULTS if name != "seed"}
-    for row, column in recipe.cells:
-        config = recipe.config(row, column)
+    for config in recipe.configs:
         for name in found.keys() - unused(config):
             found[name].setdefault(_mark(name, recipe, config), {})[str(getattr(config, name))] = None
     marked = [Source(name, tuple(values), mark) for name, marks in found.items() for mark, values in marks.items()]
@@ -43,11 +42,11 @@ def settings_of(recipe: Recipe) -> list[Source]:
 
 def other_choices(recipe: Recipe) -> list[Source]:
     """Returns the decisions behind a recipe that are not settings; without runs, those that name the recipe."""
-    configs: list[TrainConfig | None] = [recipe.config(row, column) for row, column in recipe.cells]
+    configs: Sequence[TrainConfig | None] = recipe.configs or [None]
     return [
         Source(choice["name"], (choice["what"],), _SOURCES[choice["from"]].format(choice["say"]))
         for choice in read_choices()["choices"]
-        if any(_fits(choice["when"], recipe, config) for config in configs or [None])
+        if any(_fits(choice["when"], recipe, config) for config in configs)
     ]
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console, Group
+from rich.table import Table as RichTable
 
 from sparsesam.lab.display import Table, cells, plural, to_rich
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
+from sparsesam.lab.experiment.variants import Variant, grouped
 from sparsesam.lab.paper.recipe import Column, Recipe
 
 
@@ -28,63 +29,64 @@ class RecipeRuns:
     data_dir: Path | None = None
 
     @cached_property
-    def _by_variant(self) -> dict[TrainConfig, list[Job]]:
-        found: dict[TrainConfig, list[Job]] = {}
-        for job in self.jobs:
-            found.setdefault(job.config.variant, []).append(job)
-        return found
+    def _by_settings(self) -> dict[TrainConfig, list[Job]]:
+        return grouped(self.jobs, lambda job: job.config.variant)
 
-    def of(self, row: str, column: Column) -> list[Job]:
-        """Returns the runs of a cell, one per seed."""
-        return self._by_variant.get(self.recipe.config(row, column).variant, [])
+    def of(self, row: str, column: Column) -> Variant[Job]:
+        """Returns the runs of a cell."""
+        config = self.recipe.config(row, column).variant
+        return Variant(row, config, self._by_settings.get(config, []))
 
     def numbers(self) -> dict[tuple[str, str], dict[int, float]]:
         """Returns our numbers by row and column, then by seed, for finished runs."""
         found = {}
         for row, column in self.recipe.cells:
-            values = self._measured(row, column)
+            values = self.of(row, column).by_seed(column.measure)
             if column.relative_to is not None:
-                reference = self._measured(column.relative_to, column)
+                reference = self.of(column.relative_to, column).by_seed(column.measure)
                 values = {seed: reference[seed] / value for seed, value in values.items() if seed in reference}
             if values:
                 found[row, column.label] = values
         return found
 
-    def _measured(self, row: str, column: Column) -> dict[int, float]:
-        measured = {job.config.seed: getattr(job.result, column.measure, None) for job in self.of(row, column)}
-        return {seed: value for seed, value in measured.items() if value is not None}
-
-    def compared(self) -> Table:
-        """Returns a table of our means over the seeds, ± their 95 % intervals, beside the paper's numbers."""
-        recipe, numbers, lines = self.recipe, self.numbers(), []
-        columns, theirs = recipe.columns, recipe.at("full").columns if recipe.has_numbers else []
-        headings = [*(f"ours: {column.label}" for column in columns), *(f"paper: {column.label}" for column in theirs)]
-        order = list(range(len(headings)))
-        if recipe.scale == "full" and theirs:  # the same columns: ours and the paper's side by side
-            order.sort(key=lambda place: place % len(theirs))
-        for row in recipe.row_labels:
-            found = [numbers.get((row, column.label), {}) for column in columns]
-            shown = [column.show(values) for column, values in zip(columns, found, strict=True)]
-            printed = itertools.zip_longest(theirs, recipe.rows[row]["paper"][: len(theirs)])
-            shown += [column.show_paper(number) for column, number in printed]
-            lines.append(cells(row, *(shown[place] for place in order), max(map(len, found))))
-        return Table("comparison", "", ["", *(headings[place] for place in order), "our seeds"], lines)
+    def _columns(self) -> list[dict[str, list[str]]]:
+        """Returns groups of columns, texts of all rows by heading: our means over the seeds, ± their 95 % intervals,
+        and the paper's numbers; at full scale in pairs.
+        """
+        recipe, rows, numbers = self.recipe, self.recipe.row_labels, self.numbers()
+        ours = [
+            {f"ours:\n{column.label}": [column.show(numbers.get((row, column.label), {})) for row in rows]}
+            for column in recipe.columns
+        ]
+        printed = [dict(enumerate(recipe.rows[row]["paper"])) for row in rows]
+        theirs = [
+            {f"paper:\n{column.label}": [column.show_paper(row.get(place)) for row in printed]}
+            for place, column in enumerate(recipe.at("full").columns if recipe.has_numbers else ())
+        ]
+        if recipe.scale == "full" and theirs:
+            return [first | second for first, second in zip(ours, theirs, strict=True)]
+        return [*ours, *theirs]
 
     def table(self) -> Group:
         """Returns the comparison for the terminal, in several tables where one would be too wide."""
-        recipe, console, unlimited = self.recipe, Console(), Console(width=10_000)
-        compared, step = self.compared(), 2 if recipe.scale == "full" and recipe.has_numbers else 1
-        *columns, seeds = range(1, len(compared.columns))
-        parts: list[list[int]] = [[]]
-        for together in (columns[place : place + step] for place in range(0, len(columns), step)):
-            wider = to_rich(_part(compared, [0, *parts[-1], *together, seeds]), "")
-            if parts[-1] and unlimited.measure(wider).maximum > console.width:
-                parts.append([])
-            parts[-1] += together
-        drawn = [to_rich(_part(compared, [0, *part, seeds]), "") for part in parts]
-        drawn[0].title = f"{recipe.place}: {recipe.title}"
-        drawn[-1].caption = f"{sum(job.is_finished for job in self.jobs)} of {plural(len(self.jobs), 'run')}"
-        return Group(*drawn)
+        recipe, numbers, console, unlimited = self.recipe, self.numbers(), Console(), Console(width=10_000)
+        found = [[numbers.get((row, column.label), {}) for column in recipe.columns] for row in recipe.row_labels]
+        seeds = [max(map(len, values)) for values in found]
+
+        def drawn(columns: dict[str, list[str]]) -> RichTable:
+            lines = zip(recipe.row_labels, *columns.values(), seeds, strict=True)
+            rows = [cells(*line) for line in lines]
+            return to_rich(Table("comparison", "", ["", *columns, "our seeds"], rows), "")
+
+        parts: list[dict[str, list[str]]] = [{}]
+        for together in self._columns():
+            if parts[-1] and unlimited.measure(drawn(parts[-1] | together)).maximum > console.width:
+                parts.append({})
+            parts[-1] |= together
+        tables = [drawn(part) for part in parts]
+        tables[0].title = f"{recipe.place}: {recipe.title}"
+        tables[-1].caption = f"{sum(job.is_finished for job in self.jobs)} of {plural(len(self.jobs), 'run')}"
+        return Group(*tables)
 
     def sentences(self) -> Iterator[str]:
         """Yield what the table does not show: what ran, on which machine, and which differences are significant."""
@@ -122,12 +124,6 @@ class RecipeRuns:
             found = {row: cells[row, column.label] for row in recipe.row_labels if (row, column.label) in cells}
             if column.relative_to is None and len(found) > 1:
                 yield _best_of(column, found)
-
-
-def _part(table: Table, places: Sequence[int]) -> Table:
-    """Returns the columns at these places, with narrow headings."""
-    rows = [[row[place] for place in places] for row in table.rows]
-    return replace(table, columns=[table.columns[place].replace(": ", ":\n", 1) for place in places], rows=rows)
 
 
 def _best_of(column: Column, found: Mapping[str, Mapping[int, float]]) -> str:

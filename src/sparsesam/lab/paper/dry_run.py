@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -19,13 +20,12 @@ from sparsesam.lab.experiment.cost import passes_per_step
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.optimizers import make_optimizer
 from sparsesam.lab.experiment.run import make_fabric, make_training
+from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.models import build_model
-from sparsesam.lab.paper.figures import analysis_forwards
 from sparsesam.lab.paper.recipe import Recipe
 from sparsesam.utils.memory import SavedBytes
 
-#: Steps, and images per step on a CPU, unless a smaller ascent fraction needs more. A CPU core does some 50 GFLOP per
-#: second: steps of more than CPU_FLOPS take minutes.
+#: A CPU takes steps of at least two images, if both take seconds: a core does some 50 GFLOP per second.
 STEPS, CPU_BATCH, CPU_FLOPS = 2, 2, 2e12
 #: The speed of the paper's A100 implied by its table 10: ResNet-18, 50,000 images per epoch, two forward-backward
 #: passes of three times the forward's 1.11 GFLOP each, in 13.60 s.
@@ -40,19 +40,19 @@ SHAPES = {
 
 
 class Cost(NamedTuple):
-    """Of a run, or of the analysis of its network, which takes no steps; ``passes``: forward-backward."""
+    """``passes`` are forward-backward passes over a batch. The analysis of a network counts no run and no steps."""
 
-    steps: int
-    passes: float
-    flops: float
+    runs: int = 0
+    steps: int = 0
+    passes: float = 0.0
+    flops: float = 0.0
     memory: float = 0.0
 
 
 @cache
-def measure_model(name: str, dataset: str) -> tuple[int, float, float]:
-    """Returns a model's parameters, the operations of a forward per image, and the bytes saved for its backward.
-
-    It is built on the meta device, without memory or arithmetic.
+def measure_model(name: str, dataset: str) -> tuple[torch.nn.Module, float, float]:
+    """Returns a model on the meta device, without memory or arithmetic; per image, the operations of its forward and
+    the bytes saved for its backward.
     """
     if dataset not in SHAPES:
         raise ValueError(
@@ -64,8 +64,7 @@ def measure_model(name: str, dataset: str) -> tuple[int, float, float]:
     saved = SavedBytes(model.parameters())
     with FlopCounterMode(display=False) as counter, saved.counted():
         model(images)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return parameters, counter.get_total_flops() / len(images), saved.total / len(images)
+    return model, counter.get_total_flops() / len(images), saved.total / len(images)
 
 
 def run_cost(config: TrainConfig) -> Cost:
@@ -75,8 +74,8 @@ def run_cost(config: TrainConfig) -> Cost:
     ascent, a mask, and the batch's activations, half as large in 16 bits but with 16-bit copies of the weights. A
     Fisher information adds sums and scores, and the float32 activations of one image with their gradients.
     """
-    parameters, flops, saved = measure_model(config.model, config.dataset)
-    images = SHAPES[config.dataset][-1]
+    model, flops, saved = measure_model(config.model, config.dataset)
+    parameters, images = sum(parameter.numel() for parameter in model.parameters()), SHAPES[config.dataset][-1]
     per_epoch = math.ceil(min(config.train_size or images, images) / config.batch_size)
     steps, halves = config.total_steps(per_epoch), config.precision in ("bf16", "fp16")
     passes = steps * passes_per_step(config, epochs=steps / per_epoch)
@@ -84,20 +83,32 @@ def run_cost(config: TrainConfig) -> Cost:
     needed = config.batch_size * saved * (0.5 if halves else 1) + parameters * (2 if halves else 0)
     needed += 0.0 if config.is_plain else parameters * 4.125
     if config.optimizer == "ssam-f":
-        masks = math.ceil(steps / config.steps_between_masks(per_epoch))
-        passes += masks * config.fisher_samples / config.batch_size
+        passes += math.ceil(steps / config.steps_between_masks(per_epoch)) * config.fisher_samples / config.batch_size
         needed = max(needed, 2 * saved + parameters * 8)
-    return Cost(steps, passes, passes * 3 * flops * config.batch_size, parameters * state + needed)
+    return Cost(1, steps, passes, passes * 3 * flops * config.batch_size, parameters * state + needed)
 
 
-def analysis_costs(recipe: Recipe) -> list[Cost]:
-    """Estimate the passes of the figure's analysis, which measures one network of each cell."""
-    found = []
-    for config in (recipe.config(row, column) for row, column in recipe.cells):
-        if images := analysis_forwards(recipe, config):
-            _, flops, _ = measure_model(config.model, config.dataset)
-            found.append(Cost(0, images / (3 * config.batch_size), images * flops))
-    return found
+def cost_table(recipe: Recipe, *, seeds: int, tflops: float) -> Table:
+    """Returns a table with the cost of each kind of run, of the figure's analysis, and the total over all seeds."""
+    drawn = Table(title=f"{recipe.place}, estimated", caption="passes: forward-backward passes over a batch")
+    drawn.add_column("one seed", overflow="fold", min_width=16)
+    for heading in ("runs", "steps", "passes", "PFLOP", "GPU\nhours", "GPU\nmemory"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    kinds = grouped(recipe.sweep([0]).variants.values(), lambda run: f"{run.model} on {run.dataset}, {run.optimizer}")
+    groups = {label: [run_cost(config) for config in configs] for label, configs in kinds.items()}
+    runs, analysis = [cost for costs in groups.values() for cost in costs], []
+    for config in recipe.configs if recipe.forwards else ():  # one network of each cell is measured
+        images = recipe.forwards * recipe.analysis.get("samples", config.batch_size)
+        flops = images * measure_model(config.model, config.dataset)[1]
+        analysis.append(Cost(passes=images / (3 * config.batch_size), flops=flops))
+    groups |= {"analysis of the trained networks": analysis} if analysis else {}
+    groups[f"all, {plural(seeds, 'seed')}"] = [Cost(), *(seeds * runs), *analysis]
+    for label, costs in groups.items():
+        counts, steps, passes, flops, memory = zip(*costs, strict=True)
+        shown = [f"{sum(counts):,}", f"{sum(steps):,}", f"{sum(passes):,.0f}", f"{sum(flops) / 1e15:,.1f}"]
+        hours = f"{sum(flops) / (tflops * 1e12) / 3600:,.1f}"
+        drawn.add_row(label, *shown, hours, f"{max(memory) / 2**30:.1f} GiB" if any(memory) else "–")
+    return drawn
 
 
 def dry_run(recipe: Recipe) -> Iterator[str]:
@@ -114,56 +125,26 @@ def take_steps(config: TrainConfig) -> str:
 
     Errors are those of the run itself, such as too little memory of a GPU, which uses the run's batch size.
     """
-    fabric, short = make_fabric(config, RunEnvironment()), config
+    fabric, batch = make_fabric(config, RunEnvironment()), config.batch_size
+    model, flops, _ = measure_model(config.model, config.dataset)
+    classes, channels, side, images = SHAPES[config.dataset]
     if fabric.device.type != "cuda":
-        flops = STEPS * 6 * CPU_BATCH * measure_model(config.model, config.dataset)[1]
-        if flops > CPU_FLOPS:
-            build_on_meta(config)
-            return f"built, no steps: two steps take {flops / 1e12:.0f} TFLOP, too much for a CPU"
         batch = max(CPU_BATCH, round(1 / config.ascent_fraction))
-        short = replace(config, batch_size=batch, fisher_samples=2)
-    short = replace(short, train_size=STEPS * short.batch_size, test_size=1, max_steps=None)
+        if (total := STEPS * 6 * CPU_BATCH * flops) > CPU_FLOPS:
+            make_optimizer(config, deepcopy(model), fisher_data=[], steps_per_epoch=images // config.batch_size)
+            return f"built, no steps: two steps take {total / 1e12:.0f} TFLOP, too much for a CPU"
+    short = replace(config, batch_size=batch, train_size=STEPS * batch, test_size=1, max_steps=None, fisher_samples=2)
     if not config.is_plain:
         short = replace(short, mask_steps=1)  # so that a mask is computed and updated
-    training = make_training(short, _random_splits(short), fabric, RunEnvironment())
+    splits = random_splits(max(classes, STEPS * batch), classes, channels, side)
+    training = make_training(short, splits, fabric, RunEnvironment())
     training.advance(lambda: False, lambda: None)
     return plural(training.steps_taken, "step")
 
 
-def build_on_meta(config: TrainConfig) -> None:
-    """Build model and optimizer without memory."""
-    *shape, images = SHAPES[config.dataset]
-    with torch.device("meta"):
-        model = build_model(config.model, *shape)
-    make_optimizer(config, model, fisher_data=[], steps_per_epoch=math.ceil(images / config.batch_size))
-
-
-def _random_splits(config: TrainConfig) -> Splits:
-    """Returns images of the data set's shape, all views of one random image."""
-    classes, channels, side, _ = SHAPES[config.dataset]
+def random_splits(count: int, classes: int, channels: int, side: int) -> Splits:
+    """Returns ``count`` training and test images, all views of one random image."""
     image = torch.zeros(1, channels, side, side, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(0))
-    count = max(classes, config.train_size or 0)
-    whole = Labelled(image.expand(count, -1, -1, -1), torch.arange(count) % classes)
+    part = Labelled(image.expand(count, -1, -1, -1), torch.arange(count) % classes)
     names, mean, std = tuple(map(str, range(classes))), (0.5,) * channels, (0.25,) * channels
-    return Splits(whole, whole, name=config.dataset, classes=names, mean=mean, std=std)
-
-
-def cost_table(recipe: Recipe, *, seeds: int, tflops: float) -> Table:
-    """Returns a table with the cost of each kind of run, of the figure's analysis, and the total over all seeds."""
-    drawn = Table(title=f"{recipe.place}, estimated", caption="passes: forward-backward passes over a batch")
-    drawn.add_column("one seed", overflow="fold", min_width=16)
-    for heading in ("runs", "steps", "passes", "PFLOP", "GPU\nhours", "GPU\nmemory"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
-    groups: dict[str, list[Cost]] = {}
-    for config in recipe.sweep([0]).variants.values():
-        groups.setdefault(f"{config.model} on {config.dataset}, {config.optimizer}", []).append(run_cost(config))
-    runs, analysis = [cost for costs in groups.values() for cost in costs], analysis_costs(recipe)
-    if analysis:
-        groups["analysis of the trained networks"] = analysis
-    groups[f"all, {plural(seeds, 'seed')}"] = [*(seeds * runs), *analysis]
-    for label, costs in groups.items():
-        steps, passes, flops, memory = zip(Cost(0, 0.0, 0.0), *costs, strict=True)
-        shown = [f"{sum(map(bool, steps)):,}", f"{sum(steps):,}"] if any(steps) else ["–", "–"]
-        shown += [f"{sum(passes):,.0f}", f"{sum(flops) / 1e15:,.1f}", f"{sum(flops) / (tflops * 1e12) / 3600:,.1f}"]
-        drawn.add_row(label, *shown, f"{max(memory) / 2**30:.1f} GiB" if any(memory) else "–")
-    return drawn
+    return Splits(part, part, name="random", classes=names, mean=mean, std=std)

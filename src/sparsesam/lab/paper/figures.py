@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -15,39 +16,20 @@ import torch
 from sparsesam.lab.data import Splits, corrupt, load_dataset
 from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, write_images, write_plot
 from sparsesam.lab.experiment.confidence import confidence_interval
-from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
+from sparsesam.lab.experiment.variants import grouped, mean_curve
 from sparsesam.lab.inspection import Analysis, LabeledResult, TrainedRun, load_run
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
 from sparsesam.lab.inspection.progress import show_progress
 from sparsesam.lab.paper.comparison import RecipeRuns
-from sparsesam.lab.paper.recipe import Column, Recipe
+from sparsesam.lab.paper.recipe import Column
 
 #: The order in the paper's figure 3.
 CORRUPTED = ("resolution", "occlusion", "gaussian-noise", "fog")
-#: Training images of landscape and spectrum, unless the recipe has another number.
-SAMPLES = 2048
-
-
-def analysis_forwards(recipe: Recipe, config: TrainConfig) -> float:
-    """Estimate the cost of measuring one network for the recipe's figure, in forward passes of one image.
-
-    A gradient costs three forward passes, a Hessian-vector product six. The five largest eigenvalues take some 20.
-    """
-    options = recipe.analysis
-    samples: int = options.pop("samples", SAMPLES)
-    if recipe.figure == "gradients":
-        return 2 * 3 * config.batch_size
-    if recipe.figure == "landscape":
-        return samples * (LandscapeAnalysis(**options).points or 50) ** 2
-    if recipe.figure == "hessian":
-        hessian = HessianAnalysis(**options)
-        return samples * 6 * (20 + hessian.trace_probes + hessian.density_probes * hessian.density_steps)
-    return 0.0
 
 
 def draw_figure(trained: RecipeRuns, file: Path) -> list[str]:
@@ -83,49 +65,43 @@ def _gradients(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """Training loss and test accuracy of every epoch."""
-
-    def series(row: str, style: SeriesStyle, column: Column, name: str, factor: float) -> Series:
-        values = factor * np.array([[getattr(record, name) for record in run] for run in _epochs(trained, row, column)])
-        bars = [confidence_interval(at_epoch, lowest=0.0) for at_epoch in values.T.tolist()]
-        return style.series(row, range(1, values.shape[1] + 1), values.mean(0), bars=bars if any(bars) else None)
-
     figures = []
     for name, title, unit, factor in (
         ("train_loss", "Training loss", "", 1.0),
         ("test_accuracy", "Test accuracy", " (%)", 100.0),
     ):
-        panels = {
-            column.label: [series(row, style, column, name, factor) for row, style in _styles(trained).items()]
-            for column in trained.recipe.columns
-        }
+        panels: dict[str, list[Series]] = {column.label: [] for column in trained.recipe.columns}
+        for column, (row, style) in itertools.product(trained.recipe.columns, _styles(trained).items()):
+            runs = _epochs(trained, row, column)
+            curves = [{record.epoch: factor * getattr(record, name) for record in run} for run in runs]
+            panels[column.label].append(mean_curve(style, row, curves))
         figures.append(Figure(name, title, "", Axis("epoch", whole=True), Axis(title.lower() + unit), panels))
     return figures, ["Lines are means over the seeds, shades their 95 % intervals from three seeds on."]
 
 
 def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """Accuracy against sparsity, with SAM as a horizontal line; at full scale also the paper's numbers, dotted."""
-    recipe, is_full = trained.recipe, trained.recipe.scale == "full"
-    cells = trained.numbers()
-    places = {column.label: place for place, column in enumerate(recipe.columns)}
-    points: dict[tuple[str, str, bool], list[tuple[float, float, Bar | None]]] = {}
-    for row, column in recipe.cells:
-        method, at = row.split()[0], recipe.config(row, column).sparsity or 0.0
-        if ours := cells.get((row, column.label)):
-            shares = [100 * value for value in ours.values()]
-            bar = confidence_interval(shares, lowest=0.0, highest=100.0)
-            points.setdefault((column.label, method, False), []).append((at, statistics.fmean(shares), bar))
-        theirs = recipe.rows[row]["paper"][places[column.label] :]
-        if is_full and theirs:
-            points.setdefault((column.label, method, True), []).append((at, theirs[0], None))
-    methods = list(dict.fromkeys(method for _, method, _ in points))
-    styles = dict(zip(methods, assign_styles([method.lower() for method in methods]), strict=True))
-    right = max(x for line in points.values() for x, _, _ in line)
-    panels: dict[str, list[Series]] = {}
-    for (label, method, is_paper), line in points.items():
-        line = [(x, *line[0][1:]) for x in (0.0, right)] if method == "SAM" else line
-        x, y, bars = (list(values) for values in zip(*line, strict=True))
-        name = f"{method}, paper" if is_paper else method
-        panels.setdefault(label, []).append(styles[method].series(name, x, y, bars=bars, faint=is_paper))
+    recipe, numbers, is_full = trained.recipe, trained.numbers(), trained.recipe.scale == "full"
+    rows = grouped(recipe.row_labels, lambda row: row.split()[0])
+    styles = dict(zip(rows, assign_styles([method.lower() for method in rows]), strict=True))
+    right = max(config.sparsity or 0.0 for config in recipe.configs)
+    panels: dict[str, list[Series]] = {column.label: [] for column in recipe.columns}
+    for (place, column), (method, of_method) in itertools.product(enumerate(recipe.columns), rows.items()):
+        lines: dict[str, list[tuple[float, float, Bar | None]]] = {method: [], f"{method}, paper": []}
+        for row in of_method:
+            sparsity = recipe.config(row, column).sparsity or 0.0
+            if found := numbers.get((row, column.label)):
+                shares = [100 * value for value in found.values()]
+                interval = confidence_interval(shares, lowest=0.0, highest=100.0)
+                lines[method].append((sparsity, statistics.fmean(shares), interval))
+            printed = recipe.rows[row]["paper"][place : place + 1] if is_full else []
+            lines[f"{method}, paper"] += [(sparsity, number, None) for number in printed]
+        for name, points in lines.items():
+            if method == "SAM":
+                points = [(x, *point[1:]) for point in points for x in (0.0, right)]
+            if points:
+                x, y, bars = (list(values) for values in zip(*points, strict=True))
+                panels[column.label].append(styles[method].series(name, x, y, bars=bars, faint=name != method))
     figure = Figure("sparsity", "Test accuracy", "", Axis("sparsity"), Axis("test accuracy (%)"), panels)
     dotted = ["Dotted lines are the paper's numbers."] if is_full else []
     return [figure], ["Shades are 95 % intervals of the mean.", *dotted]
@@ -199,7 +175,7 @@ def _corrupted(trained: RecipeRuns) -> list[torch.Tensor]:
 
 def _epochs(trained: RecipeRuns, row: str, column: Column) -> list[list[EpochRecord]]:
     """Read the records of a cell, one list per seed."""
-    return [read_epochs(RunDirectory(job.directory).records) for job in trained.of(row, column)]
+    return [read_epochs(RunDirectory(job.directory).records) for job in trained.of(row, column).runs]
 
 
 def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
@@ -210,12 +186,14 @@ def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
 
 def _measure_rows(trained: RecipeRuns, column: Column, measure: Callable[[Job], Any]) -> list[LabeledResult[Any]]:
     """Measure the first seed's run of each row: the paper's figures show one network."""
-    return [LabeledResult(row, measure(trained.of(row, column)[0]), style) for row, style in _styles(trained).items()]
+    return [
+        LabeledResult(row, measure(trained.of(row, column).runs[0]), style) for row, style in _styles(trained).items()
+    ]
 
 
 def _measure_on_samples(trained: RecipeRuns, make: Callable[..., Analysis[Any]]) -> list[LabeledResult[Any]]:
     options, (column,) = trained.recipe.analysis, trained.recipe.columns
-    on, analysis = {"samples": options.pop("samples", SAMPLES), "data_dir": trained.data_dir}, make(**options)
+    on, analysis = {"samples": options.pop("samples"), "data_dir": trained.data_dir}, make(**options)
     return _measure_rows(trained, column, lambda job: _kept(load_run(job.directory, **on), analysis))
 
 

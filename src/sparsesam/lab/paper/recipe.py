@@ -67,6 +67,7 @@ class Recipe:
     laptop: Mapping[str, Any] = field(default_factory=dict)
     aliases: Sequence[str] = ()
     figure: str | None = None
+    forwards: int = 0
     notes: Sequence[str] = ()
     scale: Scale = "laptop"
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -134,6 +135,11 @@ class Recipe:
         return from_mapping(
             TrainConfig, {**values, **(own if values.get("optimizer") == "sgd" else {}), **self.overrides}
         )
+
+    @property
+    def configs(self) -> list[TrainConfig]:
+        """The settings of every cell."""
+        return [self.config(row, column) for row, column in self.cells]
 
     def check_overrides(self) -> None:
         """Raise ValueError if one run would appear in several cells, for example because rows vary a setting."""

@@ -59,32 +59,15 @@ class RunRecord:
         self.problems: list[str] = []
         files = RunDirectory(path)
         records = self._read_records(files.records)
-        self.analyses = self._read_analyses(files.analyses)
         written, failure = self._read_mapping(files.result), self._read_mapping(files.failure)
         begun = _last(records, "run") | _last(records, "resume")
-        header = _mapping((begun, written), "config")
-        self.settings = self._read_mapping(files.config) or header
-        self.config = self._config() if self.settings else None
-        if self.config and any(self.settings.get(name) != header[name] for name in header if name != "epochs"):
-            self.problems.append("config.yaml is not of this run, or damaged: the settings in its records are shown")
-            self.settings = header
-            self.config = self._config()
-        for name, content in list(self.analyses.items()):
-            if self.config and content.get("run") not in (None, self.config.identity):
-                self.problems.append(f"analyses/{name}.json is of another run, left out")
-                del self.analyses[name]
-        self.epochs = self._by_epoch(records)
         self.name = str(written.get("name") or begun.get("name") or "")
-        self.provenance = _mapping((written, begun, failure), "provenance")
-        result = _mapping((written,), "result") or _last(records, "result")
-        self.result = result if number(result.get("test_accuracy")) is not None else {}
-        if "records" in written:
-            text = files.records.read_text(errors="replace") if files.records.is_file() else ""
-            if written["records"] != sum_of(text):
-                self.problems.append("records.jsonl is not what result.json was made from: lines were lost or changed")
-        if self.config is not None and written.get("hash", self.config.content_hash) != self.config.content_hash:
-            self.problems.append("result.json is of another run, left out")
-            self.result = {}
+        self.provenance = _first((written, begun, failure), "provenance")
+        self.settings = self._read_settings(files.config, recorded=_first((begun, written), "config"))
+        self.config = self._config()
+        self.analyses = self._read_analyses(files.analyses)
+        self.epochs = self._by_epoch(records)
+        self.result = self._result(files, written, _last(records, "result"))
         self.status, self.reason = self._status(failure)
         if not self.settings and self.status != "analyses only":
             self.problems.append("no settings could be read")
@@ -102,12 +85,48 @@ class RunRecord:
         values = {epoch: number(record.get(name)) for epoch, record in self.epochs.items()}
         return {epoch: value for epoch, value in values.items() if value is not None}
 
+    def _read_settings(self, file: Path, recorded: dict[str, Any]) -> dict[str, Any]:
+        settings = self._read_mapping(file) or recorded
+        if all(settings.get(name) == recorded[name] for name in recorded if name != "epochs"):
+            return settings
+        self.problems.append("config.yaml is not of this run, or damaged: the settings in its records are shown")
+        return recorded
+
     def _config(self) -> TrainConfig | None:
         try:
-            return split_settings(self.settings)[0].canonical
+            return split_settings(self.settings)[0].canonical if self.settings else None
         except (TypeError, ValueError) as error:
             self.problems.append(f"its settings are not valid in this version of sparsesam: {error}")
             return None
+
+    def _read_analyses(self, folder: Path) -> dict[str, dict[str, Any]]:
+        found = {}
+        for path in sorted(folder.glob("*.json")):
+            content = self._read_mapping(path)
+            if not isinstance(content.get("result"), dict):
+                self.problems += [f"analyses/{path.name} has no result"] if content else []
+            elif self.config and content.get("run") not in (None, self.config.identity):
+                self.problems.append(f"analyses/{path.name} is of another run, left out")
+            else:
+                found[path.stem] = content
+        return found
+
+    def _by_epoch(self, records: list[dict[str, Any]]) -> dict[float, dict[str, Any]]:
+        found = {number(record.get("epoch")): record for record in records if record.get("kind") == "epoch"}
+        if found.pop(None, None) is not None:
+            self.problems.append("records.jsonl: left out a record of an epoch without its number")
+        return {epoch: found[epoch] for epoch in sorted(epoch for epoch in found if epoch is not None)}
+
+    def _result(self, files: RunDirectory, written: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
+        if "records" in written:
+            text = files.records.read_text(errors="replace") if files.records.is_file() else ""
+            if written["records"] != sum_of(text):
+                self.problems.append("records.jsonl is not what result.json was made from: lines were lost or changed")
+        if self.config is not None and written.get("hash", self.config.content_hash) != self.config.content_hash:
+            self.problems.append("result.json is of another run, left out")
+            return {}
+        result = _first((written,), "result") or last
+        return result if number(result.get("test_accuracy")) is not None else {}
 
     def _status(self, failure: dict[str, Any]) -> tuple[Status, str]:
         if self.result:
@@ -125,52 +144,25 @@ class RunRecord:
             return "unfinished", f"{done}; {where} is running it, or was killed"
         return "unfinished", f"stopped after {done}; continue with: sparsesam train --resume --out {self.path}"
 
-    def _by_epoch(self, records: list[dict[str, Any]]) -> dict[float, dict[str, Any]]:
-        found = {number(record.get("epoch")): record for record in records if record.get("kind") == "epoch"}
-        if found.pop(None, None) is not None:
-            self.problems.append("records.jsonl: left out a record of an epoch without its number")
-        return {epoch: found[epoch] for epoch in sorted(epoch for epoch in found if epoch is not None)}
-
-    # ---- files
-
-    def _read_analyses(self, folder: Path) -> dict[str, dict[str, Any]]:
-        found = {}
-        for path in sorted(folder.glob("*.json")):
-            content = self._read_mapping(path)
-            if isinstance(content.get("result"), dict):
-                found[path.stem] = content
-            elif content:
-                self.problems.append(f"analyses/{path.name} has no result")
-        return found
-
     def _read_mapping(self, path: Path) -> dict[str, Any]:
         """Returns the names and values of a YAML or JSON file."""
-        content = self._read(path, partial(yaml.load, Loader=_Loader) if path.suffix == ".yaml" else json.loads)
-        if content is None:
-            return {}
-        try:
-            return {str(name): value for name, value in unseal(content).items()}
-        except ValueError as error:
-            self.problems.append(f"{path.name} is damaged, left out: {error}")
-            return {}
+        parse = partial(yaml.load, Loader=_Loader) if path.suffix == ".yaml" else json.loads
+        content = self._read(path, lambda text: unseal(parse(text))) or {}
+        return {str(name): value for name, value in content.items()}
 
     def _read_records(self, path: Path) -> list[dict[str, Any]]:
-        lines = self._read(path, str.splitlines) or []
+        lines = self._read(path, str.splitlines)
         records, unread = [], []
-        for place, line in enumerate(lines, start=1):
+        for place, line in enumerate(lines or (), start=1):
             try:
-                record = unseal(json.loads(line))
+                records.append(unseal(json.loads(line)))
             except (ValueError, RecursionError):
-                record = None
-            if isinstance(record, dict):
-                records.append(record)
-            else:
                 unread.append(str(place))
         if unread:
             which = ", ".join(unread[:5]) + (" …" if len(unread) > 5 else "")
             count = f"{len(unread)} of {len(lines)} lines cannot be read (line {which}), left out"
             self.problems.append(f"{path.name}: {count}")
-        elif path.is_file() and not lines:
+        elif lines == []:
             self.problems.append(f"{path.name} is empty")
         return records
 
@@ -180,7 +172,7 @@ class RunRecord:
             return None
         try:
             return parse(path.read_text(encoding="utf-8", errors="replace"))
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        except (OSError, TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
             self.problems.append(f"{path.name} cannot be read: {error}")
             return None
 
@@ -189,7 +181,7 @@ def _last(records: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     return next((record for record in reversed(records) if record.get("kind") == kind), {})
 
 
-def _mapping(contents: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
+def _first(contents: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
     """Returns the mapping ``key`` of the first content that has one."""
     values = [content.get(key) for content in contents]
     return next((value for value in values if value and isinstance(value, dict)), {})

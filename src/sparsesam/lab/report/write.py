@@ -11,11 +11,11 @@ from pathlib import Path
 from sparsesam.lab.display import make_parent, write_figures
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
-from sparsesam.lab.report.data import ReportData, Task
 from sparsesam.lab.report.page import Part, Section, render
 from sparsesam.lab.report.sections.analyses import analysis_parts
-from sparsesam.lab.report.sections.results import curves_part, overview_parts, results_part, sparsity_part
-from sparsesam.lab.report.sections.runs import machines_parts, runs_parts, unfinished_parts
+from sparsesam.lab.report.sections.results import curves_part, overview_table, results_part, sparsity_part
+from sparsesam.lab.report.sections.runs import machines_table, runs_table, unfinished_table
+from sparsesam.lab.report.tasks import ReportData, Task
 
 StrPath = str | os.PathLike[str]
 
@@ -50,12 +50,12 @@ def build_report(runs: Iterable[StrPath], *, bounds: bool = False) -> tuple[Repo
     """
     data = ReportData(runs)
     sections = [
-        Section("overview", "Overview", overview_parts(data)),
+        Section("overview", "Overview", [Part("", [overview_table(data)])]),
         *(Section(f"task-{task.name}", task.label, _task_parts(data, task, bounds)) for task in data.tasks),
         Section("other-analyses", "Analyses without a run", analysis_parts(data, None, show_bounds=bounds)),
-        Section("runs", "Runs", runs_parts(data)),
-        Section("machines", "Machines", machines_parts(data)),
-        Section("unfinished", "Failed and unfinished", unfinished_parts(data)),
+        Section("runs", "Runs", [Part("", [runs_table(data)])]),
+        Section("machines", "Machines", [Part("", [machines_table(data)])]),
+        Section("unfinished", "Failed and unfinished", [Part("", [unfinished_table(data)])]),
     ]
     shown = [replace(section, parts=_with_content(section.parts)) for section in sections]
     return data, [section for section in shown if section.parts]

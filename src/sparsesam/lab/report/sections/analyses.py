@@ -7,8 +7,8 @@ from typing import Any
 
 from sparsesam.lab.display import Figure, SeriesStyle, Table
 from sparsesam.lab.inspection import ANALYSES, Analysis, LabeledResult
-from sparsesam.lab.report.data import ReportData, Task
 from sparsesam.lab.report.page import Part
+from sparsesam.lab.report.tasks import ReportData, Task
 
 
 def analysis_parts(data: ReportData, task: Task | None, *, show_bounds: bool) -> list[Part]:
@@ -50,7 +50,7 @@ def _read_results(
         label, style = run.path.name, SeriesStyle()
         if task is not None:
             variant = task.variant_of(run)
-            label, seeds = variant.label_of(run, having), [other for other in having if other in variant.runs]
+            label, seeds = task.label_of(run, having), [other for other in having if other in variant.runs]
             number = variant.style.variant + len(task.variants) * seeds.index(run)
             style = variant.style._replace(variant=number)
         found.append(LabeledResult(label, result, style, _label_at(data, Path(other)) if other else ""))
@@ -60,4 +60,4 @@ def _read_results(
 def _label_at(data: ReportData, directory: Path) -> str:
     """Returns the label of the run in that directory, or the directory's name if it is not in this report."""
     found = [(task, run) for task in data.tasks for run in task.runs if run.path.resolve() == directory.resolve()]
-    return next((task.variant_of(run).label_of(run, task.runs) for task, run in found), directory.name)
+    return next((task.label_of(run, task.runs) for task, run in found), directory.name)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 
-from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, cells, finished_of, number_cell, side_by_side
+from sparsesam.lab.display import Axis, Cell, Figure, Series, Table, cells, number_cell, side_by_side
 from sparsesam.lab.display.figure import needs_log
 from sparsesam.lab.display.numbers import Number, percent, plural, ratio
 from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import unused
-from sparsesam.lab.report.data import ReportData, Task, Verdict
+from sparsesam.lab.experiment.variants import mean_curve
+from sparsesam.lab.report.labels import differing_settings, show_setting
 from sparsesam.lab.report.page import Part
-from sparsesam.lab.report.variants import Variant, differing_settings, show_setting
+from sparsesam.lab.report.tasks import ReportData, RunVariant, Task, Verdict
 
 #: Measures of each epoch and their names.
 _CURVES = {
@@ -24,33 +24,31 @@ _CURVES = {
 }
 
 
-def overview_parts(data: ReportData) -> list[Part]:
-    """Returns a table with the best choice of each task, if there are several tasks."""
-    if len(data.tasks) < 2:
-        return []
+def overview_table(data: ReportData) -> Table:
+    """Returns the best choice of each task; empty for a single task."""
     rows = []
-    for task in data.tasks:
+    for task in data.tasks if len(data.tasks) > 1 else ():
         variants = sum(variant.accuracy is not None for variant in task.variants)
-        for verdict in task.verdicts or [Verdict("–", None)]:
+        for verdict in task.verdicts or [Verdict("–")]:
             found: list[str | Cell] = [verdict.sentence, "–", "–"]
             if chosen := verdict.chosen:
-                cost = Cell(task.cost.show(chosen), order=task.cost.values[chosen])
+                cost = Cell(task.costs.show(chosen), order=task.costs.values[chosen])
                 found = [chosen.label, Cell(chosen.accuracy_text, order=chosen.accuracy), cost]
             rows.append(cells(task.label, *found, variants))
     caption = "The best choice for each task: the cheapest variant not significantly different from the best."
-    return [Part("", [Table("overview", caption, ["task", "best choice", "test accuracy", "cost", "variants"], rows)])]
+    return Table("overview", caption, ["task", "best choice", "test accuracy", "cost", "variants"], rows)
 
 
 def results_part(task: Task) -> Part:
-    cost, verdicts = task.cost, task.verdicts
-    chosen = [verdict.chosen for verdict in verdicts if verdict.chosen]
+    costs, chosen = task.costs, [verdict.chosen for verdict in task.verdicts if verdict.chosen]
     ring = " The ring marks the cheapest variant not significantly different from the best." if chosen else ""
-    caption = f"{cost.explanation} Up and to the left is better.{ring}"
-    points = [point for variant in task.variants for point in _point(variant, cost.values[variant], chosen)]
-    figure = _against("cost", cost.axis, caption, points)
+    words = {"time": "time of a run", "passes": "forward-backward passes"}[costs.measure]
+    points = [point for variant in task.variants for point in _point(variant, costs.values[variant], chosen)]
+    caption = f"{costs.explanation} Up and to the left is better.{ring}"
+    figure = _against("cost", f"{words} / {costs.reference}’s", caption, points)
     duplicates = sum(len(variant.duplicates) for variant in task.variants)
     note = f"{plural(duplicates, 'run')} with the same settings and seed as another: counted once."
-    lead = "\n".join(verdict.sentence for verdict in verdicts)
+    lead = "\n".join(verdict.sentence for verdict in task.verdicts)
     return Part("", [figure, _table(task), _settings(task)], lead, [note] if duplicates else [])
 
 
@@ -62,7 +60,7 @@ def _against(name: str, axis: str, caption: str, points: Sequence[Series], level
     return Figure(f"accuracy-against-{name}", f"Test accuracy against {name}", caption + moved, x, y, panels, "points")
 
 
-def _point(variant: Variant, place: Number, chosen: Sequence[Variant] = ()) -> list[Series]:
+def _point(variant: RunVariant, place: Number, chosen: Sequence[RunVariant] = ()) -> list[Series]:
     """Returns the point of a variant with its interval; nothing if a value is not known."""
     if place is None or variant.accuracy is None:
         return []
@@ -72,32 +70,37 @@ def _point(variant: Variant, place: Number, chosen: Sequence[Variant] = ()) -> l
 
 
 def _table(task: Task) -> Table:
-    cost = f"{task.cost.measure} / {task.cost.reference}"
+    cost = f"{task.costs.measure} / {task.costs.reference}"
     budgets = {variant: variant.config.budget for variant in task.variants if variant.config.has_budget}
-    costs = [cost, "budget"] if budgets else [cost]
-    columns = ["variant", "test accuracy", *costs, "sparsity", "best epoch *", "train accuracy", "seeds"]
+    budget_column = ["budget"] if budgets else []
+    columns = ["variant", "test accuracy", cost, *budget_column, "sparsity", "best epoch *", "train accuracy", "seeds"]
     caption = (
         "Means over the finished seeds, in the last epoch. * Test accuracy of best.pt, which is chosen on validation "
         "images or, in runs without them, on the test images themselves, which makes it too high."
     )
-    rows = []
-    for variant in task.variants:
-        finished, failed = len(variant.finished), sum(run.status == "failed" for run in variant.runs)
-        accuracy = Cell(variant.accuracy_text, order=variant.accuracy)
-        seeds = Cell(finished_of(finished, len(variant.runs), failed), order=finished)
-        best, train = (number_cell(variant.mean(name), percent) for name in ("best_test_accuracy", "train_accuracy"))
-        prices = [number_cell(task.cost.values[variant], ratio), *([budgets.get(variant)] if budgets else [])]
-        rows.append(cells(variant.label, accuracy, *prices, variant.mean("sparsity"), best, train, seeds))
+    rows = [
+        cells(
+            variant.label,
+            Cell(variant.accuracy_text, order=variant.accuracy),
+            number_cell(task.costs.values[variant], ratio),
+            *([budgets.get(variant)] if budgets else []),
+            variant.mean("sparsity"),
+            number_cell(variant.mean("best_test_accuracy"), percent),
+            number_cell(variant.mean("train_accuracy"), percent),
+            Cell(variant.seeds, order=len(variant.finished)),
+        )
+        for variant in task.variants
+    ]
     return Table("accuracy", caption, columns, rows)
 
 
 def _settings(task: Task) -> Table:
     """Returns the settings in which the variants differ, "–" where a variant does not use one."""
-    names = differing_settings([variant.config for variant in task.variants])
-    rows = []
+    names, rows = differing_settings([variant.config for variant in task.variants]), []
     for variant in task.variants if names else ():
-        used = {name: getattr(variant.config, name) for name in names if name not in unused(variant.config)}
-        rows.append(cells(variant.label, *(show_setting(used[name]) if name in used else "–" for name in names)))
+        without = unused(variant.config)
+        shown = ["–" if name in without else show_setting(getattr(variant.config, name)) for name in names]
+        rows.append(cells(variant.label, *shown))
     caption = "The settings in which the variants differ. A click on a run, below, shows all of its settings."
     return Table("variants", caption, ["variant", *names], rows)
 
@@ -118,35 +121,27 @@ def sparsity_part(task: Task) -> Part:
 
 
 def curves_part(task: Task) -> Part:
-    """Losses and accuracies of each epoch."""
+    """Losses and accuracies of each epoch: the mean of a variant's finished runs, and each unfinished run."""
     figures = []
+    mean = "Means over the finished seeds. " if any(len(variant.finished) > 1 for variant in task.variants) else ""
     for measure, words in _CURVES.items():
         is_share = measure.endswith("accuracy")
-        highest = 100.0 if is_share else None
-        series = [curve for variant in task.variants for curve in _curves(variant, measure, highest)]
+        series = []
+        for variant in task.variants:
+            curves = {
+                run: {x: (100 if is_share else 1) * y for x, y in run.curve(measure).items()} for run in variant.runs
+            }
+            finished = [curve for run, curve in curves.items() if run.status == "finished" and curve]
+            if finished:
+                highest = 100.0 if is_share else math.inf
+                series.append(mean_curve(variant.style, variant.label, finished, highest=highest))
+            for run, curve in curves.items():
+                if run.status != "finished" and len(curve) > 1:
+                    name = f"{task.label_of(run, variant.runs)} ({run.status})"
+                    series.append(variant.style.series(name, curve, curve.values(), faint=True))
         log = not is_share and needs_log(value for curve in series for value in curve.y)
-        mean = "Means over the finished seeds. " if any(len(variant.finished) > 1 for variant in task.variants) else ""
         dotted = "Dotted: unfinished runs." if any(curve.faint for curve in series) else ""
-        y = Axis(f"{words} (%)" if is_share else words, log=log)
-        x, name = Axis("epoch", whole=True), measure.replace("_", "-")
+        x, y = Axis("epoch", whole=True), Axis(f"{words} (%)" if is_share else words, log=log)
+        name = measure.replace("_", "-")
         figures.append(Figure(name, words.capitalize(), f"{mean}{dotted}".strip(), x, y, {"": series}))
     return Part("Training curves", figures)
-
-
-def _curves(variant: Variant, measure: str, percent: float | None) -> list[Series]:
-    """Returns the mean of the finished runs, and each unfinished run."""
-    factor = percent or 1.0
-    curves = {run: {epoch: factor * value for epoch, value in run.curve(measure).items()} for run in variant.runs}
-    finished = [curves[run] for run in variant.finished]
-    epochs = sorted({epoch for curve in finished for epoch in curve})
-    values = [[curve[epoch] for curve in finished if epoch in curve] for epoch in epochs]
-    means = [statistics.fmean(at_epoch) for at_epoch in values]
-    intervals = [confidence_interval(at_epoch, lowest=0.0, highest=percent or math.inf) for at_epoch in values]
-    bars = intervals if any(intervals) else None
-    mean = [variant.style.series(variant.label, epochs, means, bars=bars)] if epochs else []
-    others = [
-        variant.style.series(f"{variant.label_of(run, variant.runs)} ({run.status})", curve, curve.values(), faint=True)
-        for run, curve in curves.items()
-        if run.status != "finished" and len(curve) > 1
-    ]
-    return [*mean, *others]

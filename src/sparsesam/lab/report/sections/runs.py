@@ -7,17 +7,16 @@ from collections import Counter
 from typing import Any
 
 from sparsesam.lab.display import Cell, Table, cells, number_cell, percent, plural
-from sparsesam.lab.report.data import ReportData
-from sparsesam.lab.report.page import Part
+from sparsesam.lab.report.labels import show_setting
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.variants import show_setting
+from sparsesam.lab.report.tasks import ReportData
 
 _PROVENANCE = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
 #: Marks a commit whose working tree had changes.
 CHANGED = " *"
 
 
-def runs_parts(data: ReportData) -> list[Part]:
+def runs_table(data: ReportData) -> Table:
     names: dict[RunRecord, str] = {}
     for variant in (variant for task in data.tasks for variant in task.variants):
         names |= dict.fromkeys(sorted(variant.runs, key=lambda run: run.seed or 0), variant.label)
@@ -29,17 +28,17 @@ def runs_parts(data: ReportData) -> list[Part]:
         f"Below {root}; a click on a run shows its settings. Unfinished runs have the accuracy of their last epoch."
     )
     rows = [_row(run, os.path.relpath(run.path, root), label) for run, label in names.items()]
-    return [Part("", [Table("runs", caption, columns, rows)])]
+    return Table("runs", caption, columns, rows)
 
 
-def unfinished_parts(data: ReportData) -> list[Part]:
-    """Returns the table of failed and unfinished runs."""
+def unfinished_table(data: ReportData) -> Table:
+    """Returns the failed and unfinished runs."""
     shown, root = [run for run in data.runs if run.status != "finished"], _common_directory(data)
     rows = [
         cells(os.path.relpath(run.path, root), Cell(run.status, status=run.status), run.reason or "–") for run in shown
     ]
     caption = f"{len(shown)} of {plural(len(data.runs), 'run')}; not included in any mean accuracy."
-    return [Part("", [Table("not-finished", caption, ["directory", "status", "reason"], rows)])]
+    return Table("not-finished", caption, ["directory", "status", "reason"], rows)
 
 
 def _common_directory(data: ReportData) -> str:
@@ -62,13 +61,13 @@ def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
     )
 
 
-def machines_parts(data: ReportData) -> list[Part]:
+def machines_table(data: ReportData) -> Table:
     known = [run.provenance for run in data.directories if run.provenance]
     texts = [tuple(_text(provenance.get(name)) for name in _PROVENANCE) for provenance in known]
     rows = [cells(*values, count) for values, count in Counter(texts).items()]
     changed = any(CHANGED in values[-1] for values in texts)
     caption = f"{CHANGED.strip()} The working tree had uncommitted changes." if changed else ""
-    return [Part("", [Table("machines", caption, [*_PROVENANCE, "runs"], rows)])]
+    return Table("machines", caption, [*_PROVENANCE, "runs"], rows)
 
 
 def _text(value: Any) -> str:

@@ -1,10 +1,9 @@
 import json
 
-import pytest
+from benchmarks.report import write_run
 
-from sparsesam.lab.report.data import ReportData
-from sparsesam.lab.report.variants import differing_settings
-from tests.lab.report.made_runs import write_run
+from sparsesam.lab.report.labels import differing_settings
+from sparsesam.lab.report.tasks import ReportData
 
 
 def tasks_of(*paths):
@@ -14,23 +13,6 @@ def tasks_of(*paths):
 def variants_of(*paths):
     (task,) = tasks_of(*paths)
     return task.variants
-
-
-def test_seeds_of_one_config_are_one_variant(tmp_path):
-    (sam,) = variants_of(
-        write_run(tmp_path / "a", optimizer="sam", seed=0, accuracy=0.5),
-        write_run(tmp_path / "b", optimizer="sam", seed=1, accuracy=0.7),
-        write_run(tmp_path / "c", optimizer="sam", seed=2, failure="it broke"),
-    )
-    assert (sam.label, len(sam.runs), len(sam.finished)) == ("SAM", 3, 2)
-    assert sam.accuracy == pytest.approx(0.6)
-    assert sam.accuracy_text == "60.0 %"
-
-
-def test_accuracy_has_interval_from_three_seeds_on(tmp_path):
-    values = enumerate((0.90, 0.91, 0.92))
-    (sam,) = variants_of(*(write_run(tmp_path / str(i), optimizer="sam", seed=i, accuracy=a) for i, a in values))
-    assert sam.accuracy_text == "91.0 ± 2.5 %"
 
 
 def test_identical_runs_count_once_preferring_finished_one(tmp_path):
@@ -49,18 +31,22 @@ def test_labels_name_settings_that_differ_from_others_and_default(tmp_path):
         write_run(tmp_path / "b", optimizer="ssam-f"),
         write_run(tmp_path / "c", optimizer="ssam-f", sparsity=0.9),
     )
-    assert [one.label for one in variants] == ["SGD", "SSAM-F", "SSAM-F, sparsity 0.9"]
-    assert len({one.style for one in variants}) == 3
-    assert set(differing_settings([one.config for one in variants])) == {"optimizer", "sparsity", "weight_decay"}
+    assert [variant.label for variant in variants] == ["SGD", "SSAM-F", "SSAM-F, sparsity 0.9"]
+    assert len({variant.style for variant in variants}) == 3
+    assert set(differing_settings([variant.config for variant in variants])) == {
+        "optimizer",
+        "sparsity",
+        "weight_decay",
+    }
 
 
 def test_name_given_by_sweep_is_kept_unless_runs_have_different_ones(tmp_path):
     paths = [write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)]
     for path, name in zip(paths, ("careful", "careful"), strict=True):
         rename(path, name)
-    assert [one.label for one in variants_of(*paths)] == ["careful"]
+    assert [variant.label for variant in variants_of(*paths)] == ["careful"]
     rename(paths[1], "other")
-    assert [one.label for one in variants_of(*paths)] == ["SAM"]
+    assert [variant.label for variant in variants_of(*paths)] == ["SAM"]
 
 
 def rename(path, name):
@@ -83,16 +69,13 @@ def test_tasks_are_separate_and_named_without_defaults(tmp_path):
     )
     assert [task.label for task in tasks] == ["digits, small-cnn", "digits, small-cnn, label noise 0.4"]
     assert [task.name for task in tasks] == ["digits-small-cnn", "digits-small-cnn-label-noise-0.4"]
-    assert [one.label for task in tasks for one in task.variants] == ["SAM", "SAM"]
+    assert [variant.label for task in tasks for variant in task.variants] == ["SAM", "SAM"]
 
 
 def test_runs_of_variant_are_distinguished_by_seed(tmp_path):
-    (sam,) = variants_of(
-        write_run(tmp_path / "a", optimizer="sam", seed=0),
-        write_run(tmp_path / "b", optimizer="sam", seed=1),
-    )
-    assert [sam.label_of(run, sam.runs) for run in sam.runs] == ["SAM, seed 0", "SAM, seed 1"]
-    assert sam.label_of(sam.runs[0], sam.runs[:1]) == "SAM"
+    (task,) = tasks_of(*(write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)))
+    assert [task.label_of(run, task.runs) for run in task.runs] == ["SAM, seed 0", "SAM, seed 1"]
+    assert task.label_of(task.runs[0], task.runs[:1]) == "SAM"
 
 
 def test_order_of_variants_does_not_depend_on_directories(tmp_path):
@@ -102,4 +85,4 @@ def test_order_of_variants_does_not_depend_on_directories(tmp_path):
         write_run(tmp_path / "c", optimizer="adam", failure="it broke"),
         write_run(tmp_path / "d", optimizer="sgd"),
     )
-    assert [one.label for one in variants] == ["SGD", "Adam", "SSAM-D, mask epochs 2", "SSAM-D, mask epochs 10"]
+    assert [variant.label for variant in variants] == ["SGD", "Adam", "SSAM-D, mask epochs 2", "SSAM-D, mask epochs 10"]

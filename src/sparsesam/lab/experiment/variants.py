@@ -1,0 +1,144 @@
+"""Variants, runs that differ only in their seed: their means with intervals, their curves, and what they cost."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+
+from sparsesam.lab.display import Number, Series, SeriesStyle, finished_of, percent, ratio
+from sparsesam.lab.experiment.confidence import confidence_interval, half_width
+from sparsesam.lab.experiment.config import TrainConfig
+
+if TYPE_CHECKING:
+    from sparsesam.lab.experiment.calibration import SweepCalibration
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+
+
+class Run(Protocol):
+    """A run of a sweep, or one that was read for the report; ``measured`` is a number of its result, if it has one."""
+
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def status(self) -> str: ...
+    def measured(self, name: str) -> Number: ...
+
+
+RunT = TypeVar("RunT", bound=Run)
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Returns the items of each key, in their order."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+@dataclass(frozen=True, eq=False)
+class Variant(Generic[RunT]):
+    """``runs`` have distinct seeds; ``duplicates`` are further runs with the same settings and seed, not counted.
+
+    ``style`` is the same in every figure.
+    """
+
+    label: str
+    config: TrainConfig
+    runs: Sequence[RunT]
+    duplicates: Sequence[RunT] = ()
+    style: SeriesStyle = field(default_factory=SeriesStyle)
+
+    @property
+    def finished(self) -> list[RunT]:
+        return [run for run in self.runs if run.status == "finished"]
+
+    @property
+    def seeds(self) -> str:
+        """How many of its runs are finished: "3", or "2 of 3, 1 failed"."""
+        return finished_of(len(self.finished), len(self.runs), sum(run.status == "failed" for run in self.runs))
+
+    @property
+    def accuracy(self) -> Number:
+        return self.mean("test_accuracy")
+
+    @property
+    def accuracies(self) -> dict[int, float]:
+        return self.by_seed("test_accuracy")
+
+    @property
+    def accuracy_text(self) -> str:
+        return percent(self.accuracy, half_width(list(self.accuracies.values())))
+
+    def mean(self, measure: str) -> Number:
+        values = self.by_seed(measure).values()
+        return statistics.fmean(values) if values else None
+
+    def by_seed(self, measure: str) -> dict[int, float]:
+        known = {run.seed: run.measured(measure) for run in self.runs}
+        return {seed: value for seed, value in known.items() if seed is not None and value is not None}
+
+
+def mean_curve(
+    style: SeriesStyle, name: str, curves: Sequence[Mapping[Any, float]], *, highest: float = math.inf
+) -> Series:
+    """Returns the mean over the runs that have a value at each x, with its 95 % interval from three runs on."""
+    places = sorted({x for curve in curves for x in curve})
+    values = [[curve[x] for curve in curves if x in curve] for x in places]
+    bars = [confidence_interval(at_x, lowest=0.0, highest=highest) for at_x in values]
+    return style.series(name, places, map(statistics.fmean, values), bars=bars if any(bars) else None)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """``values`` are the costs of a run of each variant in units of ``reference``; ``explanation`` says how they were
+    measured.
+    """
+
+    measure: Literal["time", "passes"]
+    reference: str
+    explanation: str
+    values: Mapping[Variant[Any], Number]
+
+    def show(self, variant: Variant[Any]) -> str:
+        return f"{ratio(self.values[variant])} × {self.reference}’s {self.measure}"
+
+
+def costs_of(variants: Sequence[Variant[Any]], calibrations: Iterable[SweepCalibration]) -> Costs:
+    """Returns times if one calibration measured all finished variants; otherwise forward-backward passes.
+
+    The reference is the first plain variant; without one, passes are counted in those of a plain step.
+    """
+    for calibration in calibrations:
+        seconds = {variant: calibration.seconds_per_epoch(variant.config) for variant in variants}
+        plain = _first_plain(seconds)
+        if plain is not None and all(seconds[variant] for variant in variants if variant.finished):
+            cpu = calibration.provenance.get("cpu")
+            where = f" on {cpu}." if cpu else "."
+            explanation = f"Cost is time, including masks: all variants were measured together, interleaved{where}"
+            return Costs("time", plain.label, explanation, _in_units_of(plain, seconds))
+    counted = {variant: variant.by_seed("forward_backwards_per_step").values() for variant in variants}
+    passes = {variant: statistics.median(values) if values else None for variant, values in counted.items()}
+    plain = _first_plain(passes)
+    explanation = (
+        "Cost is counted in forward-backward passes, including masks, not in time: these runs were not measured "
+        "together."
+    )
+    if plain is None:
+        return Costs("passes", "a plain step", explanation, passes)
+    return Costs("passes", plain.label, explanation, _in_units_of(plain, passes))
+
+
+def _first_plain(costs: Mapping[Variant[Any], Number]) -> Variant[Any] | None:
+    return next((variant for variant, cost in costs.items() if variant.config.is_plain and cost), None)
+
+
+def _in_units_of(plain: Variant[Any], costs: Mapping[Variant[Any], Number]) -> dict[Variant[Any], Number]:
+    """Convert costs per epoch or step to costs of whole runs, in units of the plain variant's."""
+    epochs = {variant: variant.mean("epochs") or variant.config.epochs for variant in costs}
+    unit = (costs[plain] or 1.0) * epochs[plain]
+    return {variant: cost and cost * epochs[variant] / unit for variant, cost in costs.items()}

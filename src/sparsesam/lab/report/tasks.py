@@ -1,0 +1,182 @@
+"""The data of a report: all runs, grouped by task and variant, and the recommended variant of each task."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from sparsesam.lab.display import assign_styles, number, plural
+from sparsesam.lab.display.figure import OPTIMIZERS
+from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
+from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.variants import Costs, Variant, costs_of, grouped
+from sparsesam.lab.report.labels import changed_settings, length_label, task_label, unique, variant_label
+from sparsesam.lab.report.read_run import RunRecord, find_runs
+
+FileT = TypeVar("FileT")
+RunVariant = Variant[RunRecord]
+
+
+class ReportData:
+    """``directories`` also has those with analyses only, which belong to no task. ``calibrations`` are the times that
+    sweeps measured. ``problems`` are (directory, message) pairs for unreadable files; sections add to them.
+    """
+
+    def __init__(self, places: Iterable[str | os.PathLike[str]]) -> None:
+        self.directories = [RunRecord(path) for path in find_runs(places)]
+        self.runs = [run for run in self.directories if run.status != "analyses only"]
+        self.problems = [(str(run.path), text) for run in self.directories for text in run.problems]
+        self.calibrations = self._beside_runs(read_calibration)
+        self.sweeps = self._beside_runs(read_sweep_file)
+        self.tasks = self._tasks()
+
+    @property
+    def title(self) -> str:
+        """The title of the sweep; "sparsesam report" for none or several."""
+        return self.sweeps[0][0] if len(self.sweeps) == 1 else "sparsesam report"
+
+    def _beside_runs(self, read: Callable[[Path], FileT | None]) -> list[FileT]:
+        """Read a file of each directory that contains runs; unreadable ones are noted as problems."""
+        found = []
+        for folder in dict.fromkeys(run.path.resolve().parent for run in self.directories):
+            try:
+                content = read(folder)
+            except (OSError, ValueError) as error:
+                self.problems.append((str(folder), str(error)))
+            else:
+                found += [] if content is None else [content]
+        return found
+
+    def _tasks(self) -> list[Task]:
+        known = [(run.config, run) for run in self.runs if run.config is not None]
+        tasks = dict(sorted(grouped(known, lambda pair: task_label(pair[0])).items()))
+        slugs = [re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in tasks]
+        places = {key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)}
+        return [
+            Task(name, label, group_variants(pairs, places), self.calibrations)
+            for name, (label, pairs) in zip(unique(slugs, "-"), tasks.items(), strict=True)
+        ]
+
+    def count(self) -> str:
+        statuses = [run.status for run in self.runs]
+        known = [status for status in ("finished", "failed", "unfinished") if status in statuses]
+        counts = ", ".join(f"{statuses.count(status)} {status}" for status in known)
+        return f"{plural(len(statuses), 'run')}: {counts}" if statuses else "no runs, analyses only"
+
+
+def read_sweep_file(folder: Path) -> tuple[str, list[str]] | None:
+    """Returns a sweep's title and the ``content_hash`` of its variants in order; None without ``sweep.json``."""
+    try:
+        content = json.loads((folder / "sweep.json").read_text())
+        return str(content["title"]), list(content["variants"].values())
+    except FileNotFoundError:
+        return None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"sweep.json is not of this version of sparsesam ({error}); delete it") from error
+
+
+def group_variants(runs: Iterable[tuple[TrainConfig, RunRecord]], places: Mapping[str, int]) -> list[RunVariant]:
+    """Returns the variants with unique labels and styles.
+
+    The order is that of ``places``, by ``content_hash``: the sweep's. Others follow: plain steps, SAM, SSAM; defaults
+    before other settings.
+    """
+    groups = grouped(runs, lambda pair: pair[0].variant)
+
+    def order(config: TrainConfig) -> tuple[Any, ...]:
+        changed = changed_settings(config)
+        values = [(name, number(value) or 0.0, str(value)) for name, value in changed.items()]
+        place = places.get(config.content_hash, len(places))
+        return place, list(OPTIMIZERS).index(config.optimizer), len(changed), values
+
+    ordered = sorted(groups, key=order)
+    members = [[run for _, run in groups[config]] for config in ordered]
+    given = [{run.name for run in runs} - {""} for runs in members]  # by a sweep or --name
+    labels = [
+        names.pop() if len(names) == 1 else variant_label(config, ordered)
+        for names, config in zip(given, ordered, strict=True)
+    ]
+    styles = assign_styles([config.optimizer for config in ordered])
+    return [
+        Variant(label, config, *_one_per_seed(runs), style)
+        for label, config, runs, style in zip(unique(labels, ", "), ordered, members, styles, strict=True)
+    ]
+
+
+def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
+    """Returns one run per seed, preferably finished, then with the most analyses; and the other runs."""
+    preferred = sorted(members, key=lambda run: (run.status != "finished", -len(run.analyses)))
+    counted = [runs[0] for runs in grouped(preferred, lambda run: run.seed).values()]
+    return [run for run in members if run in counted], [run for run in members if run not in counted]
+
+
+class Verdict(NamedTuple):
+    """``chosen`` is None if the ``sentence`` says why there is no ranking."""
+
+    sentence: str
+    chosen: RunVariant | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Variants whose accuracies can be compared; ``name`` is used in links and file names."""
+
+    name: str
+    label: str
+    variants: list[RunVariant]
+    calibrations: Sequence[SweepCalibration] = ()
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        return [run for variant in self.variants for run in variant.runs]
+
+    def variant_of(self, run: RunRecord) -> RunVariant:
+        return next(variant for variant in self.variants if run in variant.runs)
+
+    def label_of(self, run: RunRecord, among: Iterable[RunRecord]) -> str:
+        """Returns the variant's label, with the seed if several of its runs are ``among`` those shown."""
+        variant = self.variant_of(run)
+        is_alone = all(other is run or other not in variant.runs for other in among)
+        return variant.label if is_alone else f"{variant.label}, seed {run.seed}"
+
+    @cached_property
+    def costs(self) -> Costs:
+        return costs_of(self.variants, self.calibrations)
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """Returns a verdict for each length that several variants have, or one that says why nothing is ranked."""
+        measured = [variant for variant in self.variants if variant.accuracy is not None]
+        lengths = grouped(measured, lambda variant: length_label(variant.config))
+        if len(lengths) < 2:
+            return [self._verdict(variants) for variants in lengths.values() if len(variants) > 1]
+        found = {length: self._verdict(variants) for length, variants in lengths.items() if len(variants) > 1}
+        named = [verdict._replace(sentence=f"{length}. {verdict.sentence}") for length, verdict in found.items()]
+        return named or [Verdict("No ranking: every variant has another length, which is not compared.")]
+
+    def _verdict(self, variants: list[RunVariant]) -> Verdict:
+        """The cheapest variant whose accuracy does not differ significantly from the highest mean; of equally cheap
+        ones, the most accurate.
+        """
+        ranking, costs = rank({variant: variant.accuracies for variant in variants}), self.costs
+        if ranking is None:
+            reason = "it takes two variants with at least three finished seeds; with fewer, a difference may be chance"
+            return Verdict(f"No ranking: {reason}.")
+        best = ranking.best
+        chosen = min(ranking.alike, key=lambda variant: (costs.values[variant] or math.inf, -(variant.accuracy or 0.0)))
+        sentence = f"Best choice: {chosen.label}, {chosen.accuracy_text} at {costs.show(chosen)}. "
+        if chosen is best:
+            sentence += "It has the highest mean accuracy."
+        else:
+            highest = f"The highest mean is {best.accuracy_text}, {best.label} at {costs.show(best)}"
+            sentence += f"{highest}; the difference is not significant."
+        few = ", ".join(variant.label for variant in variants if len(variant.accuracies) < MIN_SEEDS)
+        return Verdict(f"{sentence} Not ranked, fewer than three seeds: {few}." if few else sentence, chosen)
