@@ -82,7 +82,7 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, steps: int, lr: float) -> nn
 def report(title: str, model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Compare the methods; the reference is Lanczos to 1e-6."""
     objective = Objective(model, [(x, y)], F.cross_entropy)
-    reference = hessian_eigenvalues(objective, COUNT, tolerance=1e-6, max_products=100, max_basis=100).eigenvalues
+    reference = hessian_eigenvalues(objective, COUNT, tolerance=1e-6, max_products=100).eigenvalues
     print(f"{title}: {sum(p.numel() for p in model.parameters())} weights, {len(x)} samples")
     print(f"eigenvalues {np.array2string(reference, precision=4)}")
     times, rows = product_times(model, x, y), []
