@@ -80,6 +80,7 @@ def steps(session: Session, *, model: str = "resnet18", batch: int = 64, memory:
     wraps: dict[str, Wrap | None] = {
         "SGD": None,
         "SAM": sam,
+        "SAM, an eighth of the batch": partial(sparsesam.SAM, rho=0.05, ascent_fraction=1 / 8),
         "SSAM-F, unstructured 50 %": ssam(fisher, norm="full"),
         "SSAM-D, unstructured 50 %": ssam(dynamic, norm="full"),
         "half the filters, explicit": ssam(half),
