@@ -49,7 +49,7 @@ REFUSED = [
     ("train --epochs 0", "epochs must be at least 1, got 0"),
     ("train --dataset cifra10", "did you mean cifar10 or cifar100?"),
     ("train --accelerator tape", "accelerator tape, devices 1, num_nodes 1 is not available on this machine: "),
-    ("train --out bad.yaml/run", "is not a directory; choose another --out"),
+    ("train --out bad.yaml/run", "is not a directory that can be written to; choose another --out"),
     ("train --resume", "--resume needs --out"),
     ("train --resume --out .", "has no run: there is no config.yaml"),
     ("train --optimizer ssam", "optimizer ssam needs layers"),

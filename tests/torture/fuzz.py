@@ -186,7 +186,7 @@ def _saved(content: object) -> bytes:
 
 _WEIGHTS = {"0.weight": torch.arange(12.0).view(3, 4), "0.bias": torch.zeros(3)}
 _CHECKPOINTS = [
-    _saved({"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "settings": {}, "model": _WEIGHTS, "epoch": 1}),
+    _saved({"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "run": "a", "model": _WEIGHTS, "epoch": 1}),
     _saved({"state_dict": _WEIGHTS}),
     _saved(_WEIGHTS),
     _saved({"format": checkpoint.FORMAT, "x": Malicious()}),
@@ -209,8 +209,10 @@ def safetensors_file(folder: Path, rng: random.Random) -> object:
 
 def mask_file(folder: Path, rng: random.Random) -> object:
     directory = RunDirectory(folder / "of masks")
-    directory.write_masks(3, {"a": torch.ones(5, 3, dtype=torch.bool)})
-    file = directory.masks / "00000003.npz"
+    directory.path.mkdir(exist_ok=True)
+    directory.begin(TrainConfig(), RunEnvironment())
+    directory.write_masks(3, {"a": torch.ones(5, 3, dtype=torch.bool)}, TrainConfig().identity)
+    file = directory.masks / "00000003.pt"
     file.write_bytes(mutated(file.read_bytes(), rng))
     return read_mask_file(file)
 
