@@ -40,15 +40,13 @@ def test_pairs_are_in_order_of_classes(root):
 def test_epochs_have_different_views_and_workers_change_nothing(root):
     splits = load_dataset("imagenet", root)
     train, before = splits.train, splits.test[0][0]
-    loader = DataLoader(train, batch_size=6, num_workers=1, persistent_workers=True)
-    views = []
-    for number in (0, 1, 0):
-        train.set_epoch(number)
+    loader, views = DataLoader(train, batch_size=6, num_workers=1), []
+    for train.epoch in (0, 1, 0):
         views.append(next(iter(loader))[0])
     assert torch.equal(views[0], views[2])
     assert not torch.equal(views[0], views[1])
     assert torch.equal(views[0], torch.stack([image for image, _ in train]))
-    splits.test.set_epoch(5)
+    splits.test.epoch = 5
     assert torch.equal(before, splits.test[0][0])  # test images are always alike
 
 

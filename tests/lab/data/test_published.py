@@ -78,11 +78,6 @@ def test_offline_error_names_file_and_directory(cache, tmp_path):
         load_dataset("fashion-mnist", tmp_path, download=False)
 
 
-def test_missing_remote_file_names_url_and_remedy(server):
-    with pytest.raises(MissingData, match=r"(?s)404 Client Error.*Put into .*gone\.tar\.gz  MD5"):
-        load_published(replace(CIFAR100, remotes=(remote(server.url("gone.tar.gz"), b""),)))
-
-
 @BOTH
 def test_missing_file_is_named(tmp_path, cifar):
     (write_cifar(tmp_path, cifar) / cifar.test[0]).unlink()

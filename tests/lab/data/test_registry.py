@@ -43,9 +43,7 @@ def test_importable_function_is_accepted(tmp_path):
     [
         ("cifer10", "dataset must be one of .*, got 'cifer10'; did you mean cifar10 or"),
         ("no_such_module:function", "dataset must be an importable module:function, got 'no_such_module:function'"),
-        (f"{__name__}:no_such", "dataset must be an importable module:function, got"),
         (":", "dataset must be an importable module:function, got ':'"),
-        ("a b:c", "dataset must be an importable module:function, got 'a b:c'"),
         (f"{__name__}:not_a_data_set", r"must return sparsesam\.lab\.data\.Splits or FolderSplits, got list"),
     ],
 )

@@ -85,7 +85,7 @@ class Batches:
         batches = parts = list(shuffled[first_step : self.steps])
         place: tuple[int, ...] = ()
         if not self.in_memory:
-            images.dataset.set_epoch(epoch)
+            images.dataset.epoch = epoch
             parts, place = [self.share(batch) for batch in batches], (self.rank,)
         loaded = zip(batches, self._load(images, parts), strict=True)
         for step, (batch, (pixels, labels)) in enumerate(loaded, start=first_step):
