@@ -226,7 +226,7 @@ def test_runs_in_other_processes_give_same_results(tmp_path, backend):
         # Ray keeps a token of its own in the home directory; "local" starts a cluster for this test alone.
         env={**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path), "RAY_ADDRESS": "local"},
         check=True,
-        timeout=120,
+        timeout=300,
     )
     sweep = read(tmp_path, variants={"SGD": {"optimizer": "sgd"}, "SAM": {"optimizer": "sam"}})
     theirs, ours = sweep.jobs(tmp_path / "runs"), sweep.jobs(tmp_path / "ours")

@@ -264,16 +264,27 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class RunEnvironment:
-    """Where and how a run is executed; nothing here changes its result beyond rounding."""
+class Machine:
+    """Where the data set is, and what computes."""
 
-    name: str | None = option(None, "name in reports and of the directory, runs/NAME", group="files and machine")
+    data_dir: Path | None = option(
+        None, "directory of the data set's files; default the user's cache", group="files and machine"
+    )
+    download: bool = option(True, "download a data set that is missing")
+    accelerator: str = option("auto", "cpu, cuda, mps or auto")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True)
+class RunEnvironment(Machine):
+    """Where and how a run is executed; nothing in it changes the result beyond rounding."""
+
+    name: str | None = option(None, "name in reports and of the directory, runs/NAME")
     out: Path | None = option(None, "directory of the run; default runs/NAME or runs/DATASET-MODEL-OPTIMIZER-HASH")
     resume: bool = option(False, "continue the run in `out` with its own settings; a larger --epochs extends it")
-    data_dir: Path | None = option(None, "directory of the data set's files; default the user's cache")
-    download: bool = option(True, "download a data set that is missing")
     workers: NonNegativeInt | None = option(None, "processes for decoding image files; default one per core, at most 4")
-    accelerator: str = option("auto", "cpu, cuda, mps or auto")
     devices: int | str = option(1, "number of devices, or auto for all; several use distributed data parallel")
     num_nodes: PositiveInt = option(1, "machines; start the command on each, with MASTER_ADDR and NODE_RANK set")
     threads: PositiveInt | None = option(None, "torch threads per process; default torch's own")
@@ -282,9 +293,6 @@ class RunEnvironment:
     record_masks: bool | None = option(None, "write each mask to `out`; null: if all masks take at most 16 MB")
     record_times: bool = option(False, "record the seconds of each step")
     quiet: bool = option(False, "print nothing but the result")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def directory(self, config: TrainConfig) -> Path:
         if self.out is not None:
