@@ -79,7 +79,7 @@ def plasma(count: int, height: int, width: int, generator: torch.Generator) -> T
     return ((field - low) / (high - low).clamp_min(1e-12))[:, 0]
 
 
-def flip_labels(labels: Tensor, *, fraction: float, num_classes: int, generator: torch.Generator) -> Tensor:
+def flip_labels(labels: Tensor, fraction: float, num_classes: int, generator: torch.Generator) -> Tensor:
     """Label noise: returns a copy of (n,) integer labels with round(fraction * n) changed to a different class.
 
     The labels and their new classes are drawn uniformly: symmetric noise, in which a changed label is always wrong.
