@@ -49,7 +49,7 @@ REFUSED = [
     ("train --epochs 0", "epochs must be at least 1, got 0"),
     ("train --dataset cifra10", "did you mean cifar10 or cifar100?"),
     ("train --accelerator tape", "accelerator tape, devices 1, num_nodes 1 is not available on this machine: "),
-    ("train --out bad.yaml/run", "is not a directory; choose another --out"),
+    ("train --out bad.yaml/run", "is not a directory that can be written to; choose another --out"),
     ("train --resume", "--resume needs --out"),
     ("train --resume --out .", "has no run: there is no config.yaml"),
     ("train --optimizer ssam", "optimizer ssam needs layers"),
@@ -59,10 +59,11 @@ REFUSED = [
     ("train --lr-gamma 0.2", NO_EFFECT),
     ("train --config settings.yaml --optimizer sam", NO_EFFECT),
     ("train --init-from none.pt", "none.pt does not exist"),
+    ("train --model sparsesam:__version__", "must be a function, got str"),
     ("train --dataset cifar10 --data-dir none", "none"),
     ("train --dataset folder", "--data-dir"),
-    ("train --config none.yaml", "cannot be read: No such file"),
-    ("train --config damaged.yaml", "is not YAML: "),
+    ("train --config none.yaml", "none.yaml cannot be read: [Errno 2] No such file"),
+    ("train --config damaged.yaml", "damaged.yaml cannot be read: while parsing"),
     ("sweep damaged.yaml", "damaged.yaml: "),
     ("sweep demo --data-dir none", "none"),
     ("sweep demo --set init_from=none.pt", "none.pt does not exist"),
@@ -136,17 +137,14 @@ def test_layers_and_budget_choose_what_is_perturbed(tmp_path, capsys):
     assert f"{result['forward_backwards_per_step']:.2f} passes per step, budget 1.5; " in capsys.readouterr().out
 
 
-def test_data_show_draws_what_network_sees(tmp_path, capsys):
-    picture = tmp_path / "sheet.png"
-    assert main(["data", "show", "--images", "6", "--label-noise", "0.3", "--out", str(picture)]) == 0
+def test_data_show_draws_what_network_sees_and_marks_changed_labels(tmp_path, monkeypatch, capsys):
+    show = ["data", "show", "--label-noise", "0.3", "--out", str(tmp_path / "sheet.png")]
+    assert main([*show, "--images", "6"]) == 0
     assert "6 images of digits" in capsys.readouterr().out
-    assert Image.open(picture).size[0] > 100
-
-
-def test_data_show_marks_changed_labels(tmp_path, monkeypatch):
+    assert Image.open(tmp_path / "sheet.png").size[0] > 100
     drawn = []
     monkeypatch.setattr(data, "write_images", lambda images, titles, file, columns: drawn.extend(titles))
-    assert main(["data", "show", "--images", "200", "--label-noise", "0.3", "--out", str(tmp_path / "a.png")]) == 0
+    assert main([*show, "--images", "200"]) == 0
     changed = [title for title in drawn if ", was " in title]
     assert all(re.fullmatch(r"\d(, was \d)?", title) for title in drawn)
     assert all(title[0] != title[-1] for title in changed)
@@ -177,7 +175,7 @@ def test_without_command_lists_commands(capsys):
     assert "sweep    train a grid" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [*([one] for one in COMMANDS), *(["analyze", one] for one in ANALYSES)])
+@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), *(["analyze", name] for name in ANALYSES)])
 def test_every_command_has_help(command, capsys):
     assert main([*command, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: sparsesam {command[0]}")

@@ -29,7 +29,7 @@ from sparsesam.lab.commands.parser import Parser, add_settings, settings_from
 from sparsesam.lab.commands.sweep import overrides
 from sparsesam.lab.data import image_folder
 from sparsesam.lab.data.download import unpack
-from sparsesam.lab.data.formats import read_cifar_binary, read_idx, read_pickle
+from sparsesam.lab.data.formats import read_cifar, read_idx
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.calibration import read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping
@@ -186,7 +186,7 @@ def _saved(content: object) -> bytes:
 
 _WEIGHTS = {"0.weight": torch.arange(12.0).view(3, 4), "0.bias": torch.zeros(3)}
 _CHECKPOINTS = [
-    _saved({"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "settings": {}, "model": _WEIGHTS, "epoch": 1}),
+    _saved({"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "run": "a", "model": _WEIGHTS, "epoch": 1}),
     _saved({"state_dict": _WEIGHTS}),
     _saved(_WEIGHTS),
     _saved({"format": checkpoint.FORMAT, "x": Malicious()}),
@@ -209,8 +209,10 @@ def safetensors_file(folder: Path, rng: random.Random) -> object:
 
 def mask_file(folder: Path, rng: random.Random) -> object:
     directory = RunDirectory(folder / "of masks")
-    directory.write_masks(3, {"a": torch.ones(5, 3, dtype=torch.bool)})
-    file = directory.masks / "00000003.npz"
+    directory.path.mkdir(exist_ok=True)
+    directory.begin(TrainConfig(), RunEnvironment())
+    directory.write_masks(3, {"a": torch.ones(5, 3, dtype=torch.bool)}, TrainConfig().identity)
+    file = directory.masks / "00000003.pt"
     file.write_bytes(mutated(file.read_bytes(), rng))
     return read_mask_file(file)
 
@@ -228,16 +230,7 @@ def idx_file(folder: Path, rng: random.Random) -> object:
 
 def cifar_file(folder: Path, rng: random.Random) -> object:
     (folder / "data_batch.bin").write_bytes(mutated(bytes(2 * 3073), rng))
-    return read_cifar_binary([folder / "data_batch.bin"], 2, label_bytes=1)
-
-
-_PICKLES = [pickle.dumps({"data": np.zeros((2, 4), np.uint8), "labels": [1, 2]}, p) for p in range(5)]
-_PICKLES.append(pickle.dumps({"data": Malicious()}))
-
-
-def cifar_pickle(folder: Path, rng: random.Random) -> object:
-    (folder / "data_batch").write_bytes(mutated(rng.choice(_PICKLES), rng))
-    return read_pickle(folder / "data_batch")
+    return read_cifar([folder / "data_batch.bin"], 2, label_bytes=1)
 
 
 def _image(form: str) -> bytes:
@@ -285,7 +278,7 @@ TARGETS: dict[Target, int] = {
     **dict.fromkeys((sweep_file, settings, settings_file, command_line, override), 8),
     **dict.fromkeys((record_files, result_file, report, calibration, run_settings), 6),
     **dict.fromkeys((checkpoint_file, safetensors_file, mask_file), 8),
-    **dict.fromkeys((idx_file, cifar_file, cifar_pickle, image_file), 8),
+    **dict.fromkeys((idx_file, cifar_file, image_file), 8),
     **dict.fromkeys((archive, paper_recipe), 2),
 }
 

@@ -227,7 +227,7 @@ def test_bad_input_is_refused_in_one_line(runs, tmp_path, capsys, words, message
 
 def test_masks_that_were_not_recorded_are_refused(tmp_path, capsys):
     train(tmp_path, optimizer="ssam-f", model=f"{NETWORKS}:linear", max_steps=1)
-    (tmp_path / "masks" / "00000000.npz").unlink()
+    (tmp_path / "masks" / "00000000.pt").unlink()
     assert "train it with --record-masks true" in refusal(capsys, "masks", tmp_path)
 
 

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import pickle
 import struct
 import tarfile
 from dataclasses import replace
@@ -17,14 +16,9 @@ from sparsesam.lab.data.published import Published
 RECORDS = 20
 
 
-#: How the layouts of each data set store a label: bytes before the pixels, and a key of the pickle.
-LABELS = {"cifar10": (1, "labels"), "cifar100": (2, "fine_labels")}
-
-
-def small(cifar: Published, records: int = RECORDS) -> Published:
-    """The same data set with this many images per file, and as many classes as that allows."""
-    files = len(cifar.layouts[0].train)
-    return replace(cifar, train_size=files * records, test_size=records, classes=cifar.classes[:10])
+def small(cifar: Published) -> Published:
+    """The same data set with ``RECORDS`` images per file, and as many classes as that allows."""
+    return replace(cifar, train_size=len(cifar.train) * RECORDS, test_size=RECORDS, classes=cifar.classes[:10])
 
 
 def generator(seed=0):
@@ -39,19 +33,14 @@ def labels(records: int) -> np.ndarray:
     return np.arange(records, dtype=np.uint8) % 10
 
 
-def write_cifar(root: Path, cifar: Published, layout: int, records: int = RECORDS) -> Path:
-    """Write layout 0 (binary) or 1 (python) below ``root``; the seeds of the pixels are 0, 1, … by file."""
-    chosen, (label_bytes, label_key) = cifar.layouts[layout], LABELS[cifar.name]
-    folder = root / chosen.folders[0]
+def write_cifar(root: Path, cifar: Published) -> Path:
+    """Write the files below ``root``; the seeds of the pixels are 0, 1, … by file."""
+    folder = root / cifar.folders[0]
     folder.mkdir(parents=True)
-    for seed, name in enumerate(chosen.train + chosen.test):
-        if layout == 1:
-            content = {"data": pixels(records, seed), label_key: labels(records).tolist()}
-            (folder / name).write_bytes(pickle.dumps(content, protocol=4))
-        else:
-            coarse = [np.full((records, 1), 99, np.uint8)] * (label_bytes - 1)
-            columns = [*coarse, labels(records)[:, None], pixels(records, seed)]
-            (folder / name).write_bytes(np.concatenate(columns, axis=1).tobytes())
+    for seed, name in enumerate(cifar.train + cifar.test):
+        coarse = [np.full((RECORDS, 1), 99, np.uint8)] if cifar.name == "cifar100" else []
+        columns = [*coarse, labels(RECORDS)[:, None], pixels(RECORDS, seed)]
+        (folder / name).write_bytes(np.concatenate(columns, axis=1).tobytes())
     return folder
 
 

@@ -69,9 +69,8 @@ def test_denormalization_inverts_normalization():
     assert torch.equal(denormalize(normalize(images, MEAN, STD), MEAN, STD), images)
 
 
-@DTYPES
-def test_pipeline_equals_loop_over_images_with_same_draws(dtype):
-    images = batch(dtype)
+def test_pipeline_equals_loop_over_images_with_same_draws():
+    images = batch(torch.uint8)
     augment = Augment(MEAN, STD, padding=2, flip=True, cutout=6)
     draw = generator(5)
     tops, lefts = (torch.randint(0, 5, (16,), generator=draw) for _ in range(2))
@@ -94,12 +93,6 @@ def test_images_and_global_generator_are_unchanged():
         assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_normalization_alone_is_test_view():
-    images = batch(torch.uint8)
-    augment = Augment(MEAN, STD)
-    assert torch.equal(augment(images, generator()), augment.plain(images))
-
-
 def test_half_of_images_are_cut_and_half_flipped():
     images = torch.full((2000, 1, 8, 8), 255, dtype=torch.uint8)
     images[..., 0] = 0
@@ -118,23 +111,10 @@ def test_standard_augmentation_of_cifar_and_digits():
     assert standard_augmentation(cifar, cutout=False).cutout == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"padding": -1}, "padding and cutout must be 0 .*got -1 and 0"),
-        ({"cutout": -2}, "padding and cutout must be 0 .*got 0 and -2"),
-        ({"std": (0.0, 1.0, 1.0)}, "std must be positive"),
-        ({"std": (1.0,)}, "one per channel"),
-    ],
-)
-def test_bad_settings_raise(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Augment(**{"mean": MEAN, "std": STD, **changes})
-
-
-def test_channels_must_match_constants():
-    with pytest.raises(ValueError, match=r"images must have 3 channels, as mean has, got shape \(2, 1, 4, 4\)"):
-        normalize(torch.zeros(2, 1, 4, 4), MEAN, STD)
+@pytest.mark.parametrize("std", [(0.0, 1.0, 1.0), (1.0,)])
+def test_std_must_be_positive_for_every_channel(std):
+    with pytest.raises(ValueError, match="std must be positive, one per channel"):
+        Augment(MEAN, std)
 
 
 def test_mixup_mixes_images_and_labels_by_same_share():

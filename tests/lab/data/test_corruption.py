@@ -12,10 +12,11 @@ def images(count=40, channels=3, height=32, width=32):
 
 @pytest.mark.parametrize("kind", [*CORRUPTIONS, "mixed"])
 @pytest.mark.parametrize("rate", [0.0, 0.35, 1.0])
-def test_corrupts_requested_share_and_reports_which(kind, rate):
+def test_requested_share_is_corrupted(kind, rate):
     clean = images()
     changed = (corrupt(clean, rate, kind, generator()) != clean).flatten(1).any(1)
     assert changed.sum() == 40 * rate
+    assert torch.equal(clean, images())  # its argument is unchanged
 
 
 def test_mixed_has_quarter_of_each():
@@ -75,57 +76,19 @@ def test_occlusion_hides_central_quarter(side):
     assert torch.equal(hidden, hidden.flip(1))
 
 
-def test_input_images_are_unchanged():
-    clean = images()
-    corrupt(clean, 1.0, "mixed", generator())
-    assert torch.equal(clean, images())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((images(2), 1.5, "fog"), r"rate must be in \[0, 1\], got 1.5"),
-        ((images(2), 0.5, "frog"), "kind must be one of .* fog, occlusion or mixed, got 'frog'"),
-        ((images(2) / 255, 0.5, "fog"), "images must be uint8 .*got torch.float32"),
-    ],
-)
-def test_bad_settings_raise(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        corrupt(*arguments, generator())
-
-
-def flipped(fraction, num_classes=10):
-    labels = torch.arange(200) % num_classes
-    generator = torch.Generator().manual_seed(0)
-    return labels, flip_labels(labels, fraction=fraction, num_classes=num_classes, generator=generator)
-
-
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
 def test_label_noise_changes_requested_number_to_other_classes(fraction):
-    labels, noisy = flipped(fraction)
+    labels = torch.arange(200) % 10
+    noisy = flip_labels(labels, fraction=fraction, num_classes=10, generator=generator())
     assert (labels != noisy).sum() == 200 * fraction
     assert noisy.min() >= 0
     assert noisy.max() < 10
-
-
-def test_label_noise_swaps_two_classes():
-    labels, noisy = flipped(1.0, num_classes=2)
-    assert torch.equal(noisy, 1 - labels)
-
-
-def test_label_noise_does_not_change_its_argument():
-    labels, _ = flipped(1.0)
-    assert torch.equal(labels, torch.arange(200) % 10)
+    assert torch.equal(labels, torch.arange(200) % 10)  # its argument is unchanged
 
 
 def test_label_noise_with_single_class_raises():
     with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):
         flip_labels(torch.zeros(3, dtype=torch.long), fraction=0.5, num_classes=1, generator=torch.Generator())
-
-
-def test_labels_out_of_range_raise():
-    with pytest.raises(ValueError, match=r"labels must be in 0\.\.2 for num_classes=3, got 0 to 3"):
-        flip_labels(torch.arange(4), fraction=0.5, num_classes=3, generator=torch.Generator())
 
 
 def test_other_classes_are_equally_likely():

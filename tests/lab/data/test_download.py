@@ -43,16 +43,21 @@ def test_interrupted_transfer_resumes(published, server, tmp_path, attempts):
     assert left_in(tmp_path) == ["file.bin"]
 
 
-def test_server_without_ranges_sends_whole_file(published, server, tmp_path):
-    server.has_ranges = False
-    (tmp_path / "file.bin.part").write_bytes(CONTENT[:100])
-    assert fetch(published, tmp_path, attempts=1).read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize("received", [b"x" * 100, b"x" * (len(CONTENT) + 1)], ids=["other bytes", "too many"])
-def test_partial_file_with_other_content_is_discarded(published, tmp_path, received):
-    (tmp_path / "file.bin.part").write_bytes(received)
+@pytest.mark.parametrize(
+    ("file", "content", "has_ranges"),
+    [
+        ("file.bin.part", CONTENT[:100], False),
+        ("file.bin.part", b"x" * 100, True),
+        ("file.bin.part", b"x" * (len(CONTENT) + 1), True),
+        ("file.bin", b"damaged", True),
+    ],
+    ids=["server without ranges", "other bytes", "too many bytes", "damaged file"],
+)
+def test_earlier_file_that_cannot_be_continued_is_replaced(published, server, tmp_path, file, content, has_ranges):
+    server.has_ranges = has_ranges
+    (tmp_path / file).write_bytes(content)
     assert fetch(published, tmp_path, attempts=2).read_bytes() == CONTENT
+    assert left_in(tmp_path) == ["file.bin"]
 
 
 def test_wrong_checksum_leaves_nothing(published, tmp_path):
@@ -61,19 +66,10 @@ def test_wrong_checksum_leaves_nothing(published, tmp_path):
     assert left_in(tmp_path) == []
 
 
-def test_damaged_file_is_replaced(published, tmp_path):
-    (tmp_path / "file.bin").write_bytes(b"damaged")
-    assert fetch(published, tmp_path).read_bytes() == CONTENT
-
-
-def test_missing_remote_file_names_url(server, tmp_path):
-    with pytest.raises(DownloadError, match=re.escape(f"cannot download {server.url('none')}: 404")):
-        fetch(Remote(server.url("none"), "0" * 32), tmp_path, attempts=1)
-
-
-def test_offline_raises(tmp_path):
-    with pytest.raises(DownloadError, match=r"cannot download http://127\.0\.0\.1:9/file: .*refused"):
-        fetch(Remote("http://127.0.0.1:9/file", "0" * 32), tmp_path, attempts=1)
+def test_missing_file_or_server_is_named(server, tmp_path):
+    for url, reason in ((server.url("none"), "404"), ("http://127.0.0.1:9/file", ".*refused")):
+        with pytest.raises(DownloadError, match=f"cannot download {re.escape(url)}: {reason}"):
+            fetch(Remote(url, "0" * 32), tmp_path, attempts=1)
 
 
 def test_progress_is_shown_on_request(published, tmp_path, capsys):

@@ -27,53 +27,34 @@ def _no_warnings():
         yield
 
 
-@pytest.fixture(scope="module")
-def every_figure():
-    return list(figures_of_all_analyses())
-
-
 def figures_of_all_analyses():
     for analysis in ANALYSES.values():
-        for name in analysis.files:
-            if name in analyses():
-                result = analysis.result_type.from_dict(analyses()[name])
-                measured = [
-                    LabeledResult(f"run {place}, long name", result, SeriesStyle("blue", place)) for place in range(3)
-                ]
-                yield from analysis.figures(name, measured)
+        for name in analyses().keys() & analysis.files:
+            result = analysis.result_type.from_dict(analyses()[name])
+            labels = [(f"run {place}, long name", SeriesStyle("blue", place)) for place in range(3)]
+            yield from analysis.figures(name, [LabeledResult(label, result, style) for label, style in labels])
 
 
-def test_every_figure_of_analyses_is_drawn_without_warnings(every_figure, tmp_path):
-    assert {one.kind for one in every_figure} == {"lines", "points", "bars", "heatmap", "surface", "contour"}
-    write_figures(every_figure, tmp_path)
-    for one in every_figure:
-        assert (tmp_path / f"{one.name}.csv").stat().st_size > 0
-        assert list(tmp_path.glob(f"{one.name}*.svg"))
+def test_every_figure_of_analyses_is_drawn_without_warnings(tmp_path):
+    figures = list(figures_of_all_analyses())
+    assert {figure.kind for figure in figures} == {"lines", "points", "bars", "heatmap", "surface", "contour"}
+    write_figures(figures, tmp_path)
+    for figure in figures:
+        assert (tmp_path / f"{figure.name}.csv").stat().st_size > 0
+        assert list(tmp_path.glob(f"{figure.name}*.svg"))
 
 
-def test_files_are_named_by_figure_and_panel(tmp_path):
+def test_files_are_named_by_figure_and_panel_and_reproducible(tmp_path):
     line = Series("SAM $x", "blue", [1, 2], [0.5, None], bars=[(0.4, 0.6), None])
     surface = Series("SAM", "blue", [0, 1], [0, 1], z=[[2.0, 3.0], [None, 1.0]])
     heights = {"one/../run": [surface], "<b>": [surface]}
-    write_figures([figure({"": [line]}), figure(heights, "surface", Axis("height"))], tmp_path / "figures")
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
-        "a-name-1-one-..-run.pdf",
-        "a-name-1-one-..-run.svg",
-        "a-name-2-b.pdf",
-        "a-name-2-b.svg",
-        "a-name.csv",
-        "a-name.pdf",
-        "a-name.svg",
-    ]
-    assert b"<svg" in (tmp_path / "figures" / "a-name.svg").read_bytes()
-
-
-def test_same_figure_gives_same_file(tmp_path):
-    line = figure({"": [Series("SAM", "blue", [1, 2], [0.5, 0.1])]})
     for folder in ("a", "b"):
-        write_figures([line], tmp_path / folder)
-    for name in ("a-name.svg", "a-name.pdf"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        write_figures([figure({"": [line]}), figure(heights, "surface", Axis("height"))], tmp_path / folder)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    panels = [f"a-name{panel}.{kind}" for panel in ("-1-one-..-run", "-2-b", "") for kind in ("pdf", "svg")]
+    assert sorted(files) == sorted(["a-name.csv", *panels])
+    assert b"<svg" in files["a-name.svg"]
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
 
 
 @pytest.mark.parametrize("count", [2, 12, 40])
@@ -86,8 +67,8 @@ def test_nothing_is_cut_and_panels_share_legend_below_them(count):
     canvas.draw()
     (row,) = drawing.subfigs
     (legend,) = row.legends
-    assert [text.get_text() for text in legend.get_texts()] == [one.name for one in series]
-    legend, *panels = (one.get_tightbbox(canvas.get_renderer()) for one in (legend, *row.axes))
+    assert [text.get_text() for text in legend.get_texts()] == [line.name for line in series]
+    legend, *panels = (artist.get_tightbbox(canvas.get_renderer()) for artist in (legend, *row.axes))
     assert legend.y1 <= min(axes.y0 for axes in panels) + 1
     for box in (legend, *panels):
         assert drawing.bbox.x0 - 1 <= box.x0 <= box.x1 <= drawing.bbox.x1 + 1

@@ -29,18 +29,14 @@ def test_ranks_together_see_batches_of_one_process(splits):
         assert all(part[step].global_size == len(expected.labels) for part in parts)
 
 
-def test_epoch_can_start_anywhere(splits):
-    whole = list(batches(splits).train(epoch=2))
-    rest = list(batches(splits).train(epoch=2, first_step=3))
-    assert all(torch.equal(a.images, b.images) for a, b in zip(whole[3:], rest, strict=True))
-
-
 def test_every_training_image_appears_once_per_epoch_in_another_order(splits):
     made = batches(splits, augment="none")
     seen, later = (torch.cat([batch.images for batch in made.train(epoch)]) for epoch in (0, 1))
     assert len(seen) == 72
     assert not torch.equal(seen, later)
     assert len(seen.unique(dim=0)) == len(made.augment.plain(made.sets["train"].tensors[0]).unique(dim=0))
+    rest = torch.cat([batch.images for batch in made.train(1, first_step=3)])
+    assert torch.equal(rest, later[3 * 16 :])  # an epoch can start at any step
 
 
 def test_subsets_are_same_for_every_seed(splits):
@@ -64,29 +60,20 @@ def test_fisher_images_are_augmented_on_request_and_always_alike(splits):
     assert torch.equal(plain[3][1], augmented[3][1])
 
 
-def test_images_of_folders_are_unaugmented_as_test_images(tmp_path):
-    write_images(tmp_path)
-    made = batches(load_dataset("folder", tmp_path, image_size=32), dataset="folder", train_size=None)
-    assert torch.equal(made.unaugmented("train")[0][0], made.unaugmented("test")[0][0])
-    assert not torch.equal(made.unaugmented("train")[0][0], made.augment.plain(made.sets["train"][0][0][None])[0])
-
-
-def test_test_images_of_folders_are_resized_to_square_on_request(tmp_path):
-    write_images(tmp_path)
-    splits = load_dataset("folder", tmp_path, image_size=32)
-    made = [batches(splits, dataset="folder", test_resize=how) for how in ("shorter-side", "square")]
-    sides, square = (batched.sets["test"][0][0].float() for batched in made)
-    assert sides[0].amax() - sides[0].amin() < square[0].amax() - square[0].amin()  # more of the wide image is seen
-
-
-def write_images(root):
-    """Writes one 120 x 60 image, red from left to right, as training and as test image."""
+def test_images_of_folders_are_unaugmented_as_test_images_and_these_square_on_request(tmp_path):
+    """Both have the same 120 x 60 image, red from left to right."""
     red = torch.linspace(0, 255, 120).to(torch.uint8).expand(60, 120)
-    image = Image.fromarray(torch.stack([red, 0 * red, 0 * red], dim=-1).numpy())
     for part in ("train", "val"):
         for kind in ("a", "b"):
-            (root / part / kind).mkdir(parents=True)
-            image.save(root / part / kind / "image.png")
+            (tmp_path / part / kind).mkdir(parents=True)
+            image = Image.fromarray(torch.stack([red, 0 * red, 0 * red], dim=-1).numpy())
+            image.save(tmp_path / part / kind / "image.png")
+    splits = load_dataset("folder", tmp_path, image_size=32)
+    sides, square = (batches(splits, dataset="folder", test_resize=how) for how in ("shorter-side", "square"))
+    assert torch.equal(sides.unaugmented("train")[0][0], sides.unaugmented("test")[0][0])
+    assert not torch.equal(sides.unaugmented("train")[0][0], sides.augment.plain(sides.sets["train"][0][0][None])[0])
+    seen = [made.sets["test"][0][0][0].float() for made in (sides, square)]
+    assert seen[0].amax() - seen[0].amin() < seen[1].amax() - seen[1].amin()  # more of the wide image is seen
 
 
 def test_label_noise_and_corruption_change_only_training_images(splits):
@@ -97,12 +84,9 @@ def test_label_noise_and_corruption_change_only_training_images(splits):
     assert all(torch.equal(a.images, b.images) for a, b in tested)
 
 
-def test_images_are_split_over_ranks(splits):
+def test_test_images_are_split_over_ranks(splits):
     counts = [sum(len(b.labels) for b in batches(splits, rank, 3).evaluation("test")) for rank in range(3)]
     assert counts == [14, 13, 13]
-
-
-def test_fewer_images_than_processes_raises(splits):
     with pytest.raises(ValueError, match="batch_size must be at least one image per process, 32, got 16"):
         batches(splits, 0, 32)
 

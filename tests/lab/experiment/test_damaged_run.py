@@ -11,7 +11,6 @@ from sparsesam.lab.cli import main
 from sparsesam.lab.experiment import read_masks, read_records
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import read_result
-from sparsesam.lab.experiment.run import RunRecorder
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from tests.lab.experiment.runs import InterruptAt, same, state, train, words
 
@@ -27,6 +26,7 @@ def originals(tmp_path_factory):
     with pytest.raises(Interrupted):
         train(folder / "stopped", InterruptAt(8), **SPARSE)
     train(folder / "other", seed=1, **SPARSE)
+    assert not list(folder.glob("*/running.*"))
     return folder
 
 
@@ -44,7 +44,11 @@ def halve(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("damage", [halve, lambda file: file.write_text(""), lambda file: file.unlink()])
+def replace_by_other(file):
+    shutil.copy(file.parents[1] / "other" / file.name, file)
+
+
+@pytest.mark.parametrize("damage", [halve, lambda file: file.unlink(), replace_by_other])
 def test_lost_records_are_written_again_from_checkpoint(runs, damage):
     (runs / "finished" / "result.json").unlink()
     before = (runs / "finished" / "records.jsonl").read_text().splitlines()[:4]
@@ -53,14 +57,6 @@ def test_lost_records_are_written_again_from_checkpoint(runs, damage):
     resumed(runs / "finished")
     assert (runs / "finished" / "records.jsonl").read_text().splitlines()[:4] == before
     assert json.loads((runs / "finished" / "result.json").read_text()).keys() == expected
-
-
-def test_records_of_another_run_are_replaced(runs):
-    shutil.copy(runs / "other" / "records.jsonl", runs / "stopped" / "records.jsonl")
-    resumed(runs / "stopped")
-    assert same(state(runs / "stopped"), state(runs / "finished"))
-    (first, *_) = read_records(runs / "stopped" / "records.jsonl")
-    assert first["config"]["seed"] == 0
 
 
 def test_damaged_settings_stop_and_deleted_ones_come_from_checkpoint(runs, capsys):
@@ -76,60 +72,56 @@ def test_damaged_settings_stop_and_deleted_ones_come_from_checkpoint(runs, capsy
     assert RunDirectory(runs / "stopped").saved_config() == RunDirectory(runs / "finished").saved_config()
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "last.pt"])
-def test_file_of_another_run_stops(runs, name):
-    shutil.copy(runs / "other" / name, runs / "stopped" / name)
-    with pytest.raises((RunError, ValueError), match=r"of another run|started with other settings"):
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        ("config.yaml", replace_by_other, "started with other settings"),
+        ("last.pt", replace_by_other, r"last\.pt or .* is of another run"),
+        ("last.pt", lambda file: file.unlink(), r"last\.pt is missing, although best\.pt was written after it"),
+        ("best.pt", lambda file: file.unlink(), r"best\.pt is missing or not of the best epoch"),
+        ("best.pt", replace_by_other, r"best\.pt or .* is of another run"),
+        ("masks/00000006.pt", halve, r"00000006\.pt is damaged or truncated"),
+    ],
+)
+def test_run_with_damaged_missing_or_foreign_file_does_not_resume(runs, name, damage, reason):
+    damage(runs / "stopped" / name)
+    with pytest.raises((RunError, ValueError), match=reason):
         resumed(runs / "stopped")
 
 
-def test_best_weights_must_be_those_of_best_epoch(runs):
-    (runs / "stopped" / "best.pt").unlink()
-    with pytest.raises(RunError, match=r"best\.pt is missing or not of the best epoch"):
-        resumed(runs / "stopped")
-    assert main(["eval", str(runs / "stopped")]) == 1
-    shutil.copy(runs / "other" / "best.pt", runs / "stopped" / "best.pt")
+def test_weights_of_another_run_are_neither_evaluated_nor_exported(runs):
+    replace_by_other(runs / "stopped" / "best.pt")
     assert main(["eval", str(runs / "stopped")]) == 1
     assert main(["export", str(runs / "stopped"), "-o", str(runs / "weights.pt")]) == 1
 
 
-def test_run_killed_between_last_and_best_checkpoint_resumes(runs):
-    best = runs / "stopped" / "best.pt"
-    best.rename(best.with_name("best.next.pt"))
-    resumed(runs / "stopped")
-    assert same(state(runs / "stopped"), state(runs / "finished"))
-    assert not best.with_name("best.next.pt").exists()
-
-
-def test_run_that_ended_between_its_first_record_and_its_first_checkpoint_resumes(runs, tmp_path):
-    with mock.patch.object(RunRecorder, "_save", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize("killed_in", ["RunRecorder._save", "_save_best"])
+def test_run_killed_before_its_first_last_or_best_checkpoint_resumes(runs, tmp_path, killed_in):
+    killed = mock.patch(f"sparsesam.lab.experiment.recorder.{killed_in}", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
         train(tmp_path / "begun", **SPARSE)
     assert len(read_records(tmp_path / "begun" / "records.jsonl")) == 2
     resumed(tmp_path / "begun")
     assert same(state(tmp_path / "begun"), state(runs / "finished"))
+    assert (tmp_path / "begun" / "best.pt").exists()
 
 
 def test_resumed_run_removes_files_that_were_not_written_to_their_end(runs):
     (runs / "stopped" / "failure.json.part").write_text("{")
+    (runs / "stopped" / "masks" / "00000099.pt.part").write_text("half")
     resumed(runs / "stopped")
     assert not list((runs / "stopped").rglob("*.part"))
 
 
-def test_missing_checkpoint_of_begun_run_stops(runs):
-    (runs / "stopped" / "last.pt").unlink()
-    with pytest.raises(RunError, match=r"last\.pt is missing, although best\.pt was written after it"):
-        resumed(runs / "stopped")
-
-
-def test_mask_of_another_step_or_run_stops(runs):
+def test_missing_mask_or_one_of_another_step_or_run_stops(runs):
     masks = runs / "finished" / "masks"
-    shutil.copy(masks / "00000003.npz", masks / "00000006.npz")
-    with pytest.raises(RunError, match=r"00000006\.npz has the masks of step 3"):
+    shutil.copy(masks / "00000003.pt", masks / "00000006.pt")
+    with pytest.raises(RunError, match=r"00000006\.pt has the masks of step 3"):
         list(read_masks(runs / "finished"))
-    shutil.copy(runs / "other" / "masks" / "00000006.npz", masks / "00000006.npz")
-    with pytest.raises(RunError, match=r"00000006\.npz is of another run"):
+    shutil.copy(runs / "other" / "masks" / "00000006.pt", masks / "00000006.pt")
+    with pytest.raises(RunError, match=r"00000006\.pt or .* is of another run"):
         list(read_masks(runs / "finished"))
-    (masks / "00000006.npz").unlink()
+    (masks / "00000006.pt").unlink()
     with pytest.raises(RunError, match="has 4 of 5 masks"):
         list(read_masks(runs / "finished"))
 
@@ -141,7 +133,7 @@ def test_changed_or_foreign_result_stops(runs):
     file.write_text(text.replace(f'"test_accuracy": {accuracy}', '"test_accuracy": 0.99'))
     with pytest.raises(RunError, match=r"result\.json is damaged \(its sum"):
         read_result(file, mine)
-    shutil.copy(runs / "other" / "result.json", file)
+    replace_by_other(file)
     with pytest.raises(RunError, match="result of another run"):
         read_result(file, mine)
 
@@ -157,11 +149,7 @@ def test_every_setting_is_kept_for_resumed_run(tmp_path):
     assert yaml.safe_load((run / "config.yaml").read_text())["checkpoint_steps"] == 2
 
 
-def test_lock_is_removed_at_end(runs):
-    assert not list(runs.glob("*/running.*"))
-
-
-@pytest.mark.parametrize("out", ["/proc/none/run", "x" * 300, "/dev/null/run"])
+@pytest.mark.parametrize("out", ["x" * 300, "/dev/null/run"])
 def test_directory_that_cannot_be_made_is_one_line(out, capsys):
     assert main(["train", *OPTIONS, "--out", out]) == 2
     printed = capsys.readouterr().err

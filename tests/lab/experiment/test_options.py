@@ -1,4 +1,4 @@
-"""Each option separately: it trains for a few steps, or is rejected with a reason."""
+"""Options that no other test uses: each trains for a few steps, or is rejected with a reason."""
 
 import math
 
@@ -13,13 +13,10 @@ TRAINS = [
     {"base": "adamw", "lr": 0.001},
     {"pattern": "filter", "ascent": "implicit", "norm": "masked"},
     {"pattern": "2:4", "ascent": "implicit-dense"},
-    {"optimizer": "sam", "ascent": "momentum"},
     {"optimizer": "sam", "ascent": "extrapolation", "rho": 0.02, "rho_schedule": "warmup"},
     {"optimizer": "ssam-d", "ascent": "extrapolation"},
-    {"optimizer": "auto"},
     {"optimizer": "sam-on", "norm": "masked"},
     {"optimizer": "ssam-g", "ascent": "momentum"},
-    {"ascent_fraction": 0.25},
     {"ascent_every": 2, "ascent_fraction": 0.5, "ascent_start": 0.2},
     {"rho_schedule": "cosine", "rho_final": 0.1},
     {"mask_epochs": None, "fisher_labels": "sampled"},
@@ -27,18 +24,13 @@ TRAINS = [
     {"precision": "bf16", "pattern": "filter", "ascent": "implicit", "norm": "masked"},
     {"precision": "fp16"},
     {"mixup": 0.2, "label_smoothing": 0.1, "ascent_fraction": 0.5},
-    {"val_size": 100},
-    {"optimizer": "ssam", "layers": "12.*"},
-    {"optimizer": "ssam", "budget": 1.4},
     {"clip_grad_norm": 0.1, "accumulate": 4, "precision": "fp16"},
-    {"lr_schedule": "step", "lr_milestones": [1, 2]},
     {"optimizer": "gsam", "alpha": 0.2, "rho_schedule": "learning-rate", "rho_final": 0.1},
     {"optimizer": "wsam", "gamma": 0.5, "decouple": False, "precision": "fp16"},
     {"optimizer": "friendly-sam", "sigma": 0.5, "decay": 0.6},
     {"optimizer": "look-sam", "ascent_every": 2, "radius": "layer", "adaptive": "layer"},
     {"optimizer": "esam", "beta": 0.8, "accumulate": 2},
     {"optimizer": "zsharp", "quantile": 0.5},
-    {"optimizer": "sam", "ascent_steps": 2},
 ]
 REJECTED = [
     ({"pattern": "filter", "ascent": "implicit"}, 'norm must be "masked" with ascent="implicit"'),
@@ -50,7 +42,6 @@ REJECTED = [
     ({"pattern": "fliter"}, "pattern must be a Pattern or one of .*did you mean filter"),
     ({"pattern": "2:4", "sparsity": 0.9}, "sparsity must be left out"),
     ({"corruption": "fgo", "corruption_rate": 0.2}, "corruption must be one of .*did you mean fog"),
-    ({"corruption": "snow"}, "corruption must be one of"),
     ({"lr_schedule": "step"}, "lr_milestones must be given"),
     ({"lr_milestones": [5, 3]}, r"lr_milestones must be epochs in increasing order, got \[5.0, 3.0\]"),
     ({"accumulate": 100}, "accumulate must be at most batch_size, 16"),

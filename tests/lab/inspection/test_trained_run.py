@@ -103,4 +103,4 @@ def test_mismatched_checkpoint_names_file_and_parameter(plain, monkeypatch):
 
 def test_missing_device_raises(plain):
     with pytest.raises(ValueError, match=r"accelerator .* is not available on this machine"):
-        load_run(plain, device="abacus").model  # noqa: B018
+        load_run(plain, accelerator="abacus").model  # noqa: B018

@@ -5,21 +5,16 @@ from sparsesam.lab.models import resnet18, wide_resnet
 from sparsesam.lab.models.resnet import PreActivationBlock
 
 
-def test_stem_keeps_resolution():
-    stem = resnet18()[:3]
-    assert stem(torch.zeros(1, 3, 32, 32)).shape == (1, 64, 32, 32)
-
-
 def test_every_parameter_receives_gradient():
     model = resnet18()
     model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_large_images_use_imagenet_stem():
+def test_stem_keeps_resolution_of_small_images_only():
     with torch.device("meta"):
-        stem = resnet18(image_size=224)[:4]
-        assert stem(torch.empty(1, 3, 224, 224)).shape == (1, 64, 56, 56)
+        assert resnet18()[:3](torch.empty(1, 3, 32, 32)).shape == (1, 64, 32, 32)
+        assert resnet18(image_size=224)[:4](torch.empty(1, 3, 224, 224)).shape == (1, 64, 56, 56)
 
 
 def test_submodules_have_usual_names():

@@ -33,7 +33,7 @@ def load_trained(options: Namespace, **more: Any) -> TrainedRun:
 
 
 def run(options: Namespace) -> None:
-    trained = load_trained(options, data_dir=options.data_dir, device=options.accelerator)
+    trained = load_trained(options, data_dir=options.data_dir, accelerator=options.accelerator)
     if options.split == "val" and trained.config.val_size is None:
         raise ValueError(f"{options.run} has no validation images (val_size); evaluate it on the test images")
     fabric = make_fabric(trained.config, trained.environment)

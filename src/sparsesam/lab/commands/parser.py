@@ -26,7 +26,7 @@ from sparsesam.lab.experiment.config import (
     names_of,
     split_settings,
 )
-from sparsesam.lab.experiment.setting_types import alternatives, choices, convert, read_yaml
+from sparsesam.lab.experiment.setting_types import alternatives, as_mapping, choices, convert, read_yaml
 from sparsesam.lab.names import unknown_name
 
 __all__ = ["Namespace", "Parser", "add_options", "add_settings", "settings_from"]
@@ -128,14 +128,10 @@ def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) ->
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = read_yaml(file.read_text())
-    except OSError as error:
-        raise ValueError(f"--config {file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"--config {file} is not YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {file} must contain names and values, such as `epochs: 3`")
-    return {str(name): value for name, value in content.items() if name != "sum"}  # of a run's config.yaml
+        content = as_mapping("the file", read_yaml(file.read_text()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {file} cannot be read: {error}") from error
+    return {name: value for name, value in content.items() if name != "sum"}  # of a run's config.yaml
 
 
 def metavar(flag: str, hint: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
 from sparsesam.lab.display import plural, ratio, significant
@@ -57,18 +58,13 @@ def run(options: Namespace) -> None:
     jobs = sweep.jobs(out)
     calibration = None if options.no_calibration else _calibration(jobs, _environment(options), out)
     sweep.write(out)
-    execute(jobs, options, lambda: sweep_table(sweep.title, jobs, calibration), calibration=calibration)
+    execute(jobs, options, lambda: sweep_table(sweep.title, jobs, calibration))
     print(f"runs: {out}")
     report_failures(jobs)
 
 
 def execute(
-    jobs: Sequence[Job],
-    options: Namespace,
-    draw: Callable[[], RenderableType],
-    *,
-    timed: Sequence[Job] = (),
-    calibration: SweepCalibration | None = None,
+    jobs: Sequence[Job], options: Namespace, draw: Callable[[], RenderableType], *, timed: Sequence[Job] = ()
 ) -> None:
     """Run the unfinished jobs and show the table that ``draw`` makes from the runs' directories.
 
@@ -77,7 +73,7 @@ def execute(
     import joblib
 
     workers = options.jobs or options.gpus or joblib.cpu_count()
-    environment, progress = _environment(options), SweepProgress(jobs, draw, workers, calibration)
+    environment, progress = _environment(options), SweepProgress(jobs, draw)
     start = partial(sweep_jobs, backend=options.backend, retry=options.retry, gpus=options.gpus, on_end=progress.ended)
     try:
         with progress.shown():
@@ -127,21 +123,14 @@ def overrides(given: Sequence[str]) -> dict[str, Any]:
 class SweepProgress:
     """Shows the progress of a sweep: the table that ``draw`` makes in a terminal, one line per run in a log.
 
-    Both include the remaining time, estimated from the calibration at first, then from the speed of the runs so far.
+    Both include the remaining time, from the number of epochs so far.
     """
 
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        draw: Callable[[], RenderableType],
-        workers: int,
-        calibration: SweepCalibration | None,
-    ) -> None:
-        self.jobs = list({job.directory: job for job in jobs}.values())
-        self.draw, self.workers, self.calibration = draw, workers, calibration
+    def __init__(self, jobs: Sequence[Job], draw: Callable[[], RenderableType]) -> None:
+        self.jobs, self.draw = list({job.directory: job for job in jobs}.values()), draw
         self.console = Console(highlight=False)
         self.warnings: Counter[str] = Counter()
-        self.begun, self.work_before = time.monotonic(), self._work_left()
+        self.begun, self.epochs_before = time.monotonic(), self._epochs_left()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -150,13 +139,10 @@ class SweepProgress:
             with Live(get_renderable=self._view, console=self.console, refresh_per_second=1, redirect_stderr=False):
                 yield
             return
-        self._print(self._status())
         try:
             yield
         finally:
-            self.console.print(self.draw())
-            for line in self._warning_lines():
-                self._print(line)
+            self.console.print(self._view(), soft_wrap=True)
 
     def ended(self, job: Job, warnings: Sequence[str]) -> None:
         """Called when a run ends: collect its warnings and, in a log, print a line."""
@@ -166,32 +152,23 @@ class SweepProgress:
         ending = "interrupted" if job.failure is None else f"failed: {job.failure}"
         if (result := job.result) is not None:
             ending = f"test {result.test_accuracy:.2%}, {duration(result.seconds)} of training"
-        self._print(f"{job.label}, seed {job.config.seed}: {ending}; {self._status()}")
-
-    def _print(self, line: str) -> None:
+        line = f"{job.label}, seed {job.config.seed}: {ending}; {self._status()}"
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _view(self) -> RenderableType:
-        return Group(self.draw(), self._status(), *self._warning_lines())
-
-    def _warning_lines(self) -> list[str]:
-        return [f"warning ({plural(count, 'run')}): {text}" for text, count in self.warnings.items()]
+        warnings = [f"warning ({plural(count, 'run')}): {text}" for text, count in self.warnings.items()]
+        return Group(self.draw(), *map(Text, (self._status(), *warnings)))
 
     def _status(self) -> str:
-        unfinished, left = sum(not job.is_finished for job in self.jobs), self._work_left()
-        done, seconds = self.work_before - left, None
-        if done > 0.05 * self.work_before:
-            seconds = left * (time.monotonic() - self.begun) / done
-        elif self.calibration is not None:
-            seconds = left / min(self.workers, unfinished or 1)
-        remaining = f", about {duration(seconds)} remaining" if unfinished and seconds is not None else ""
-        return f"{len(self.jobs) - unfinished} of {plural(len(self.jobs), 'run')} finished{remaining}"
+        finished, left = sum(job.is_finished for job in self.jobs), self._epochs_left()
+        done, remaining = self.epochs_before - left, ""
+        if done and left:
+            remaining = f", about {duration(left * (time.monotonic() - self.begun) / done)} remaining"
+        return f"{finished} of {plural(len(self.jobs), 'run')} finished{remaining}"
 
-    def _work_left(self) -> float:
-        """Returns the remaining work in seconds of the calibration, or in epochs without one."""
+    def _epochs_left(self) -> int:
         left = [job for job in self.jobs if job.status == "unfinished"]
-        known = self.calibration.seconds_per_epoch if self.calibration is not None else lambda config: None
-        return sum((known(job.config) or 1.0) * max(0, job.config.epochs - job.epochs_done) for job in left)
+        return sum(max(0, job.config.epochs - job.epochs_done) for job in left)
 
 
 def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:

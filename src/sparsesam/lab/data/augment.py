@@ -35,8 +35,6 @@ class Augment:
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
             raise ValueError(f"std must be positive, one per channel like mean, got {self.std} for mean {self.mean}")
-        if self.padding < 0 or self.cutout < 0:
-            raise ValueError(f"padding and cutout must be 0 (none) or pixels, got {self.padding} and {self.cutout}")
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Augment a training batch; draws come from ``generator``, which may be on any device."""
@@ -112,8 +110,6 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor | N
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """(x - mean) / std per channel, with x in [0, 1]: uint8 images are divided by 255."""
-    if len(mean) != images.shape[1]:
-        raise ValueError(f"images must have {len(mean)} channels, as mean has, got shape {tuple(images.shape)}")
     top, dtype = (1.0, images.dtype) if images.is_floating_point() else (255.0, torch.float32)
     normalized = images.to(dtype, copy=True)
     for channel, m, s in zip(normalized.unbind(1), mean, std, strict=True):

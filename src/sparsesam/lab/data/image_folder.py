@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,29 +34,24 @@ View = Callable[["Image", torch.Generator], "Image"]
 """Crops and resizes an image; random choices come from the generator."""
 
 
-class ImageFolder(Dataset[tuple[Tensor, int]]):
+class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
     """Pairs of a (3, size, size) uint8 image and its label. For an animated file the first frame is used.
 
-    The view of image i in epoch e is drawn from a generator seeded with (seed, e, i), so it does not depend on the
-    number of workers or their order. `set_epoch` also affects workers that are already running.
+    The view of image i is drawn from a generator seeded with (seed, epoch, i), so it does not depend on the number of
+    workers or their order. Set ``epoch`` before a DataLoader starts its workers.
     """
 
-    def __init__(self, paths: list[str], labels: list[int], view: View) -> None:
-        self.paths, self.labels, self.view, self.seed = paths, labels, view, 0
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+    def __init__(self, paths: list[str], labels: Sequence[int] | Tensor, view: View, seed: int = 0) -> None:
+        self.paths, self.labels, self.view, self.seed, self.epoch = paths, torch.as_tensor(labels), view, seed, 0
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        entropy = np.random.SeedSequence((self.seed, int(self._epoch), index)).generate_state(1, np.uint64)
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        entropy = np.random.SeedSequence((self.seed, self.epoch, index)).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(entropy[0] >> 1))
         seen = self.view(_decode(self.paths[index]), generator)
         return torch.from_numpy(np.array(seen)).permute(2, 0, 1).contiguous(), self.labels[index]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Select the views of an epoch; call it before iterating over the epoch."""
-        self._epoch.fill_(epoch)
 
 
 @dataclass(frozen=True)

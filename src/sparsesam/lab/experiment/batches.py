@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from copy import copy
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from sparsesam.lab.data import DataError, FolderSplits, Splits, corrupt, flip_labels, load_dataset
+from sparsesam.lab.data import DataError, FolderSplits, Labelled, Splits, corrupt, flip_labels, load_dataset
 from sparsesam.lab.data.augment import Augment, mixup, standard_augmentation
-from sparsesam.lab.data.image_folder import center_crop
+from sparsesam.lab.data.image_folder import ImageFolder, center_crop
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.seeds import Purpose, derive, generator
 
@@ -65,7 +64,7 @@ class Batches:
         if config.augment != "none":
             self.augment = standard_augmentation(splits, cutout=config.augment == "standard")
         self.in_memory = isinstance(splits, Splits)
-        self.sets = _in_memory(config, splits, device) if isinstance(splits, Splits) else _in_files(config, splits)
+        self.sets = _sets(config, splits, device)
         self.count = len(self.sets["train"])
 
     @property
@@ -85,7 +84,7 @@ class Batches:
         batches = parts = list(shuffled[first_step : self.steps])
         place: tuple[int, ...] = ()
         if not self.in_memory:
-            images.dataset.set_epoch(epoch)
+            images.epoch = epoch
             parts, place = [self.share(batch) for batch in batches], (self.rank,)
         loaded = zip(batches, self._load(images, parts), strict=True)
         for step, (batch, (pixels, labels)) in enumerate(loaded, start=first_step):
@@ -108,9 +107,7 @@ class Batches:
         """Returns a dataset of single images, normalized but not augmented; from folders as test images are."""
         images = self.sets[split]
         if not self.in_memory:
-            images = copy(images)
-            images.dataset = copy(images.dataset)
-            images.dataset.view = self.sets["test"].dataset.view
+            images = ImageFolder(images.paths, images.labels, self.sets["test"].view)
         return _Normalized(images, self.augment, self.device)
 
     def for_fisher(self) -> Dataset[tuple[Tensor, Tensor]]:
@@ -152,37 +149,35 @@ class _Normalized(Dataset[tuple[Tensor, Tensor]]):
         return seen[0], torch.as_tensor(label, device=self.device)
 
 
-def _in_memory(config: TrainConfig, splits: Splits, device: torch.device) -> dict[Split, Any]:
-    """Returns the images of each split that the run uses; training images have the config's noise and corruption."""
+def _sets(config: TrainConfig, splits: Splits | FolderSplits, device: torch.device) -> dict[Split, Any]:
+    """Returns the images of each split that the run uses; training images have the config's noise and corruption.
+
+    Validation images from folders are cropped and resized like test images.
+    """
+    if config.corruption_rate and isinstance(splits, FolderSplits):
+        raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
     chosen, held_out = _choose(len(splits.train.labels), config)
     tested = subset(len(splits.test.labels), config.test_size)
-    images, labels = (part[chosen] for part in splits.train)
-    if config.label_noise:
-        labels = _noisy(config, labels, splits.num_classes)
-    if config.corruption_rate:
-        drawn = generator(config.seed, Purpose.CORRUPTION)
-        images = corrupt(images, config.corruption_rate, config.corruption, drawn)
-    val, test = (part[held_out] for part in splits.train), (part[tested] for part in splits.test)
-    parts: dict[Split, Iterable[Tensor]] = {"train": (images, labels), "val": val, "test": test}
-    return {split: TensorDataset(*(tensor.to(device) for tensor in part)) for split, part in parts.items()}
-
-
-def _in_files(config: TrainConfig, splits: FolderSplits) -> dict[Split, Any]:
-    """Like `_in_memory`; validation images are cropped and resized like test images."""
-    if config.corruption_rate:
-        raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
-    train, val, test = copy(splits.train), copy(splits.train), copy(splits.test)
-    train.seed = derive(config.seed, Purpose.VIEWS)
-    test.view = partial(center_crop, size=splits.image_size, square=config.test_resize == "square")
-    val.view = test.view
-    if config.augment == "none":
-        train.view = test.view
-    if config.label_noise:
-        train.labels = _noisy(config, torch.tensor(train.labels), splits.num_classes).tolist()
-    chosen, held_out = _choose(len(splits.train), config)
-    parts: dict[Split, Any] = {"train": (train, chosen), "val": (val, held_out)}
-    parts["test"] = test, subset(len(splits.test), config.test_size)
-    return {split: Subset(images, places.tolist()) for split, (images, places) in parts.items()}
+    cropped = partial(center_crop, size=splits.image_size, square=config.test_resize == "square")
+    places: dict[Split, Tensor] = {"train": chosen, "val": held_out, "test": tested}
+    sets: dict[Split, Any] = {}
+    for split, part in places.items():
+        source: Labelled | ImageFolder = splits.test if split == "test" else splits.train
+        labels, is_train = source.labels[part], split == "train"
+        if is_train and config.label_noise:
+            drawn = generator(config.seed, Purpose.LABEL_NOISE)
+            labels = flip_labels(labels, config.label_noise, splits.num_classes, drawn)
+        if isinstance(source, ImageFolder):
+            paths = [source.paths[place] for place in part.tolist()]
+            view = source.view if is_train and config.augment != "none" else cropped
+            sets[split] = ImageFolder(paths, labels, view, seed=derive(config.seed, Purpose.VIEWS))
+            continue
+        images = source.images[part]
+        if is_train and config.corruption_rate:
+            drawn = generator(config.seed, Purpose.CORRUPTION)
+            images = corrupt(images, config.corruption_rate, config.corruption, drawn)
+        sets[split] = TensorDataset(images.to(device), labels.to(device))
+    return sets
 
 
 def _choose(count: int, config: TrainConfig) -> tuple[Tensor, Tensor]:
@@ -194,11 +189,6 @@ def _choose(count: int, config: TrainConfig) -> tuple[Tensor, Tensor]:
     shuffled = torch.randperm(count, generator=generator(0, Purpose.VALIDATION))
     held_out, rest = shuffled[: config.val_size].sort().values, shuffled[config.val_size :].sort().values
     return rest[subset(len(rest), config.train_size)], held_out
-
-
-def _noisy(config: TrainConfig, labels: Tensor, num_classes: int) -> Tensor:
-    drawn = generator(config.seed, Purpose.LABEL_NOISE)
-    return flip_labels(labels, fraction=config.label_noise, num_classes=num_classes, generator=drawn)
 
 
 def subset(count: int, size: int | None) -> Tensor:

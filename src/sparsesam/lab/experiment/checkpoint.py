@@ -18,47 +18,53 @@ from torch import Tensor, nn
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.experiment.errors import CheckpointError, one_line
 
-FORMAT = "sparsesam run"
-VERSION = 4
+FORMAT, VERSION = "sparsesam run", 5
 
-_REMEDY = (
-    "delete it and run the command again with --resume to train from the beginning, or start a new run from other "
-    "weights with --init-from"
-)
-_REMEDY_OF_BEST = "use last.pt, the weights of the last epoch, instead"
+#: What a file must contain beside its run, and what to do if it is damaged, by its name.
+_CONTENT = {"last.pt": ("settings", "records", "training"), "best.pt": ("model", "epoch", "test_accuracy")}
+_REMEDIES = {
+    "last.pt": "delete it and run the command again with --resume to train from the beginning, or start a new run from "
+    "other weights with --init-from",
+    "best.pt": "use last.pt, the weights of the last epoch, instead",
+}
 #: Keys under which training scripts store the weights.
 _KEYS = ("state_dict", "model", "model_state_dict")
 #: Prefixes that wrappers add to every name.
 _PREFIXES = ("module.", "_orig_mod.")
 
 
-def save(path: Path, content: dict[str, Any]) -> None:
-    """Replace ``path`` atomically: if writing fails or the process dies, the old file remains."""
+def save(path: Path, run: str, content: dict[str, Any]) -> None:
+    """Replace ``path`` atomically: if writing fails or the process dies, the old file remains.
+
+    ``run`` is the identity of the run's settings, by which `RunDirectory.load` recognizes a file of another run.
+    """
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:
-            torch.save({"format": FORMAT, "version": VERSION, **content}, file)
+            torch.save({"format": FORMAT, "version": VERSION, "run": run, **content}, file)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
     except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
         part.unlink(missing_ok=True)
-        kept = "the previous checkpoint is intact" if path.exists() else "there is no previous checkpoint"
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"{path} could not be written ({reason}); {kept}; free some space, then run the command again with --resume"
+            f"{path} could not be written ({reason}); earlier files are intact; free some space, then run the command "
+            "again with --resume"
         ) from error
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Load a checkpoint of `sparsesam train`; raises CheckpointError for damaged and other files."""
+    """Load a file of `save`; raises CheckpointError for damaged and other files."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: the run stopped before its first checkpoint; start it again")
     try:
-        check_archive(path)
+        with zipfile.ZipFile(path) as archive:
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"the checksum of {damaged} does not match")
     except Exception as error:  # a damaged archive can fail in any way
-        remedy = _REMEDY_OF_BEST if path.name == "best.pt" else _REMEDY
-        raise CheckpointError(f"{path} is damaged or truncated ({error}); {remedy}") from error
+        remedy = _REMEDIES.get(path.name, "restore or remove it")
+        raise CheckpointError(f"{path} is damaged or truncated ({one_line(error)}); {remedy}") from error
     content = load_tensors(path, device)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} must be a checkpoint of `sparsesam train`, but is not; check the path")
@@ -67,24 +73,9 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
             f"{path} must be of version {VERSION}, got {content.get('version')}; "
             "continue with the version of sparsesam that wrote it, or start again in another directory"
         )
-    # last.pt has the state of the training, best.pt only the weights of an epoch.
-    is_last = "training" in content
-    if path.name in ("best.pt", "last.pt") and is_last != (path.name == "last.pt"):
-        raise CheckpointError(f"{path} has the content of {'last' if is_last else 'best'}.pt; restore the right file")
-    needed = ("settings", "records") if is_last else ("settings", "model", "epoch", "test_accuracy")
-    missing = [name for name in needed if name not in content]
-    if is_last:
-        missing += [name for name in ("model", "ema", "optimizer", "position") if name not in content["training"]]
-    if missing:
-        raise CheckpointError(f"{path} has no {', '.join(missing)}; use a file as `sparsesam train` writes it")
+    if missing := [name for name in ("run", *_CONTENT.get(path.name, ())) if name not in content]:
+        raise CheckpointError(f"{path} has no {', '.join(missing)}; restore the right file")
     return content
-
-
-def check_archive(path: Path) -> None:
-    """Raise an error if a part of the zip archive does not have its checksum."""
-    with zipfile.ZipFile(path) as archive:
-        if (damaged := archive.testzip()) is not None:
-            raise ValueError(f"the checksum of {damaged} does not match")
 
 
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
@@ -119,8 +110,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         return _read_safetensors(path)
     content = load_tensors(path)
     if isinstance(content, dict) and content.get("format") == FORMAT:
-        return weights_of(load(path))
-    if isinstance(content, dict):
+        content = weights_of(load(path))
+    elif isinstance(content, dict):
         content = next((content[key] for key in _KEYS if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path} must contain a state_dict; torch.save(model.state_dict(), PATH)")
@@ -132,11 +123,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def weights_of(content: dict[str, Any]) -> dict[str, Tensor]:
     """Returns the weights that are evaluated: the moving average if the run has one."""
-    if "training" not in content:
-        return dict(content["model"])
-    training = content["training"]
-    if training["ema"] is None:
-        return dict(training["model"])
+    training = content.get("training", content)
+    if training.get("ema") is None:
+        return dict(training.get("model", {}))
     average = training["ema"].items()  # of an AveragedModel, which also counts its updates
     return {name.removeprefix("module."): value for name, value in average if name.startswith("module.")}
 

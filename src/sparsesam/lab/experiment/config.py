@@ -36,6 +36,7 @@ ConfigT = TypeVar("ConfigT", "TrainConfig", "RunEnvironment")
 #: Part of every hash; increase it when the default of a setting changes.
 _HASH_VERSION = 3
 
+Above1 = Annotated[float, Rule("above 1", lambda value: value > 1)]
 Method = Literal[
     "sgd", "adam", "adamw", "sam", "asam", "gsam", "wsam", "friendly-sam", "look-sam", "esam", "zsharp", "sam-on",
     "ssam", "ssam-f", "ssam-d", "ssam-g", "ssam-random", "auto",
@@ -46,23 +47,26 @@ PLAIN = ("sgd", "adam", "adamw")
 VARIANTS = ("gsam", "wsam", "friendly-sam", "look-sam", "esam", "zsharp")
 _MASKED = ("ssam-f", "ssam-d", "ssam-g", "ssam-random")
 _PERTURBS = Rule("an optimizer that perturbs", lambda config: not config.is_plain)
-_TUNABLE = Rule(
-    "an optimizer that perturbs (not auto)", lambda config: not config.is_plain and config.optimizer != "auto"
-)
+_TUNABLE = _PERTURBS & Rule("optimizer other than auto", lambda config: config.optimizer != "auto")
 _BY_GRADIENT = _TUNABLE & Rule("ascent other than extrapolation", lambda config: config.ascent != "extrapolation")
 _REFRESHED = Rule(
     f"optimizer {' or '.join(_MASKED)}, or with budget", lambda config: config.optimizer in _MASKED or config.has_budget
 )
+_BY_EPOCHS = _REFRESHED & when(mask_steps=[None])
 _FISHER_SAMPLES = Rule("optimizer ssam-f or budget", lambda config: config.optimizer == "ssam-f" or config.has_budget)
 _GIVEN, _PRICED = when(optimizer=["ssam"]), when(optimizer=["ssam", "auto"])
 _CHOSEN = when(optimizer=_MASKED)
+_NORMED = _BY_GRADIENT & _CHOSEN
 _FISHER, _DYNAMIC = when(optimizer=["ssam-f"]), when(optimizer=["ssam-d"])
 _WSAM, _FRIENDLY = when(optimizer=["wsam"]), when(optimizer=["friendly-sam"])
+_ORTHOGONAL = when(optimizer=["gsam", "look-sam"])
 _ESAM, _ZSHARP = when(optimizer=["esam"]), when(optimizer=["zsharp"])
 _ADAPTIVE = _BY_GRADIENT & Rule("adaptive or asam", lambda config: config.adaptive or config.optimizer == "asam")
 _OF_SGD = Rule("SGD as optimizer or base", lambda config: config.base_name == "sgd")
 _OF_ADAM = Rule("Adam or AdamW as optimizer or base", lambda config: config.base_name != "sgd")
 _STEPS, _COSINE = when(lr_schedule=["step"]), when(lr_schedule=["cosine"])
+_RHO_WARMUP = _TUNABLE & when(rho_schedule=["warmup"])
+_RHO_DECAY = _TUNABLE & when(rho_schedule=["cosine", "learning-rate"])
 _WARMED_UP = Rule("warmup_epochs", lambda config: config.warmup_epochs > 0)
 _CORRUPTED = Rule("corruption_rate", lambda config: config.corruption_rate > 0)
 
@@ -73,9 +77,7 @@ class TrainConfig:
 
     dataset: str = option("digits", f"{', '.join(DATASETS)}, hf/NAME (Hugging Face) or module:function", group="data")
     train_size: PositiveInt | None = option(None, "train on this many images only, the same for every seed")
-    val_size: PositiveInt | None = option(
-        None, "hold out this many training images, the same for every seed, and choose best.pt on them"
-    )
+    val_size: PositiveInt | None = option(None, "hold out so many training images, and choose best.pt on them")
     test_size: PositiveInt | None = option(None, "test on this many images only")
     image_size: PositiveInt | None = option(None, "side in pixels of images from folders; default 224")
     test_resize: Literal["shorter-side", "square"] = option(
@@ -91,9 +93,7 @@ class TrainConfig:
     )
     corruption_rate: Fraction = option(0.0, "fraction of training images that are corrupted")
     model: str = option("small-cnn", f"{', '.join(MODELS)}, timm/NAME or module:function", group="model")
-    init_from: str | None = option(
-        None, "initial weights: a run, checkpoint, state_dict (.pt) or .safetensors; a resized classifier stays random"
-    )
+    init_from: str | None = option(None, "initial weights: a run, checkpoint, state_dict (.pt) or .safetensors")
     compile: bool = option(False, "torch.compile the model")
     optimizer: Method = option(
         "ssam-f",
@@ -115,22 +115,14 @@ class TrainConfig:
     lr_milestones: tuple[float, ...] = option((), "epochs at which the step schedule lowers the learning rate", _STEPS)
     lr_gamma: Fraction = option(0.1, "factor of the step schedule", _STEPS)
     warmup_epochs: NonNegativeFloat = option(0.0, "epochs of linear warm-up of the learning rate")
-    warmup_first: Fraction | None = option(
-        None, "fraction of the learning rate in the first step of the warm-up; null: 1 / its steps", _WARMED_UP
-    )
+    warmup_first: Fraction | None = option(None, "fraction of lr in the first step; null: 1 / steps", _WARMED_UP)
     clip_grad_norm: PositiveFloat | None = option(None, "clip the norm of the gradient used for the update")
     rho: NonNegativeFloat = option(0.1, "radius of the perturbation", _PERTURBS, group="perturbation")
     rho_schedule: Literal["constant", "warmup", "cosine", "inverse-sqrt", "learning-rate"] = option(
         "constant", "schedule of rho; learning-rate: proportional to it, as in GSAM's paper", _TUNABLE
     )
-    rho_warmup_epochs: NonNegativeFloat = option(
-        1.0, "epochs of the warm-up of rho", _TUNABLE & when(rho_schedule=["warmup"])
-    )
-    rho_final: NonNegativeFloat = option(
-        0.0,
-        "fraction of rho at the end of the cosine schedule, or at a learning rate of 0",
-        _TUNABLE & when(rho_schedule=["cosine", "learning-rate"]),
-    )
+    rho_warmup_epochs: NonNegativeFloat = option(1.0, "epochs of the warm-up of rho", _RHO_WARMUP)
+    rho_final: NonNegativeFloat = option(0.0, "fraction of rho at the end, or at a learning rate of 0", _RHO_DECAY)
     adaptive: bool | Literal["all", "layer"] = option(
         False, "scale the perturbation by the weights, all: biases too, layer: by their norms; on in asam", _BY_GRADIENT
     )
@@ -140,9 +132,7 @@ class TrainConfig:
     )
     ascent_steps: PositiveInt = option(1, "steps of the ascent, with a pass each", _BY_GRADIENT)
     alpha: NonNegativeFloat | None = option(
-        None,
-        "weight of the gradient's orthogonal part; null: 0.4 for gsam, 0.7 for look-sam, which needs ascent_every",
-        when(optimizer=["gsam", "look-sam"]),
+        None, "weight of the gradient's orthogonal part; null: 0.4 for gsam, 0.7 for look-sam", _ORTHOGONAL
     )
     gamma: FractionBelow1 = option(0.9, "weight of the sharpness in wsam; 0.5 without decouple is SAM", _WSAM)
     decouple: bool = option(True, "apply the sharpness of wsam apart from `base`", _WSAM)
@@ -152,17 +142,11 @@ class TrainConfig:
     quantile: Fraction = option(0.95, "fraction of a tensor's entries that zsharp leaves out; 0 is SAM", _ZSHARP)
     sparsity: Fraction | None = option(None, "fraction of unperturbed weights; default 0.5 or the pattern's", _CHOSEN)
     layers: tuple[str, ...] | None = option(None, "parameters that ssam perturbs, such as 'layer4.*,fc.*'", _GIVEN)
-    budget: Annotated[float, Rule("above 1", lambda value: value > 1)] | None = option(
-        None, "cost of a step, in steps of `base`, such as 1.2: ssam perturbs what fits, auto picks a method", _PRICED
-    )
+    budget: Above1 | None = option(None, "cost of a step, x `base`: ssam perturbs what fits, auto picks", _PRICED)
     pattern: str = option(
-        "unstructured",
-        "unstructured, tensor, filter, column, 'tensor reach', 2:4, '2:4 input' or '2:4 filters'",
-        _CHOSEN,
+        "unstructured", "unstructured, tensor, filter, column, 'tensor reach', 2:4, '2:4 input', '2:4 filters'", _CHOSEN
     )
-    norm: Literal["full", "masked"] = option(
-        "full", "divide by the norm of the whole gradient, or of its masked part", _BY_GRADIENT & _CHOSEN
-    )
+    norm: Literal["full", "masked"] = option("full", "divide by the norm of the gradient, or its masked part", _NORMED)
     ascent: Literal["explicit", "implicit", "implicit-dense", "momentum", "extrapolation"] = option(
         "explicit", "form of the ascent; momentum and extrapolation need no pass of their own", _TUNABLE
     )
@@ -170,10 +154,8 @@ class TrainConfig:
     ascent_every: PositiveInt = option(1, "perturb only every k-th step", _TUNABLE)
     ascent_start: NonNegativeFloat = option(0.0, "perturb from this epoch on, counted from 0", _TUNABLE)
     engine: bool = option(True, "skip computations of the ascent that the perturbation does not need", _BY_GRADIENT)
-    mask_epochs: PositiveInt | None = option(
-        1, "T_m: epochs between mask refreshes; null: keep the first mask", _REFRESHED & when(mask_steps=[None])
-    )
-    mask_steps: PositiveInt | None = option(None, "steps between mask refreshes, instead of epochs", _REFRESHED)
+    mask_epochs: PositiveInt | None = option(1, "T_m: epochs between masks; null: keep the first", _BY_EPOCHS)
+    mask_steps: PositiveInt | None = option(None, "steps between masks, instead of epochs", _REFRESHED)
     fisher_samples: PositiveInt = option(128, "N_F: number of images for the Fisher information", _FISHER_SAMPLES)
     fisher_labels: Literal["data", "sampled"] = option("data", "labels of the Fisher information", _FISHER)
     fisher_augment: bool = option(False, "augment the images of the Fisher information", _FISHER_SAMPLES)
@@ -272,31 +254,35 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class RunEnvironment:
-    """Where and how a run is executed; nothing here changes its result beyond rounding."""
+class Machine:
+    """Where the data set is, and what computes."""
 
-    name: str | None = option(
-        None, "name of the run in tables and reports, and of its directory, runs/NAME", group="files and machine"
+    data_dir: Path | None = option(
+        None, "directory of the data set's files; default the user's cache", group="files and machine"
     )
+    download: bool = option(True, "download a data set that is missing")
+    accelerator: str = option("auto", "cpu, cuda, mps or auto")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True)
+class RunEnvironment(Machine):
+    """Where and how a run is executed; nothing in it changes the result beyond rounding."""
+
+    name: str | None = option(None, "name in reports and of the directory, runs/NAME")
     out: Path | None = option(None, "directory of the run; default runs/NAME or runs/DATASET-MODEL-OPTIMIZER-HASH")
     resume: bool = option(False, "continue the run in `out` with its own settings; a larger --epochs extends it")
-    data_dir: Path | None = option(None, "directory of the data set's files; default the user's cache")
-    download: bool = option(True, "download a data set that is missing")
     workers: NonNegativeInt | None = option(None, "processes for decoding image files; default one per core, at most 4")
-    accelerator: str = option("auto", "cpu, cuda, mps or auto")
     devices: int | str = option(1, "number of devices, or auto for all; several use distributed data parallel")
     num_nodes: PositiveInt = option(1, "machines; start the command on each, with MASTER_ADDR and NODE_RANK set")
     threads: PositiveInt | None = option(None, "torch threads per process; default torch's own")
     checkpoint_steps: PositiveInt | None = option(None, "steps between checkpoints, in addition to one per epoch")
-    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = option(
-        "tensorboard", "logger of the curves, in `out`; wandb logs offline unless WANDB_MODE says otherwise"
-    )
+    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = option("tensorboard", "logger of the curves, in `out`")
     record_masks: bool | None = option(None, "write each mask to `out`; null: if all masks take at most 16 MB")
     record_times: bool = option(False, "record the seconds of each step")
     quiet: bool = option(False, "print nothing but the result")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def directory(self, config: TrainConfig) -> Path:
         if self.out is not None:

@@ -39,10 +39,7 @@ class RunObserver:
 
 
 class ProgressBar(RunObserver):
-    """Shows epoch, loss, accuracy, images per second, mask density, rho and remaining time, and a line per epoch.
-
-    If the output is not a terminal, prints only the lines, with the remaining time.
-    """
+    """Prints a line per epoch; in a terminal, shows epoch, remaining time, loss and accuracy after every step too."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, markup=False)
@@ -51,51 +48,42 @@ class ProgressBar(RunObserver):
             TimeRemainingColumn(table_column=Column(min_width=7)),  # a narrow terminal cuts the last columns
             TextColumn("remaining", table_column=Column(min_width=9)),
             BarColumn(bar_width=10),
-            TextColumn("{task.fields[latest]}"),
         )
-        is_log = not self.console.is_terminal
-        self.bar = Progress(*columns, console=self.console, refresh_per_second=4, disable=is_log)
-        self.task = self.bar.add_task("", total=None, latest="")
+        self.bar = Progress(*columns, console=self.console, refresh_per_second=4, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("", total=None)
 
     def begin(self, training: Training, where: Path) -> None:
-        config, begun = training.config, ""
-        if training.steps_taken:
-            begun = f", resumed after {plural(training.steps_taken, 'step')}"
+        config = training.config
+        begun = f", resumed after {plural(training.steps_taken, 'step')}" if training.steps_taken else ""
         self.console.print(
             f"{config.optimizer} on {config.dataset} with {config.model} ({training.num_parameters:,} parameters), "
             f"{plural(config.epochs, 'epoch')} of {plural(training.batches.steps, 'step')}{begun}; {where}",
             soft_wrap=True,
         )
-        self.start, self.first = time.monotonic(), training.steps_taken
+        self.start, self.first, self.total = time.monotonic(), training.steps_taken, training.total_steps
         self.bar.reset(self.task, total=training.total_steps, completed=training.steps_taken)
         self.bar.start()
 
     def step(self, training: Training) -> None:
-        sums = training.sums
-        latest = f"loss {sums.loss / sums.images:.3f}  train {sums.correct / sums.images:.1%}"
-        latest += f"  {sums.images / sums.seconds:,.0f} images/s{_perturbed(training)}"
-        epochs = training.config.epochs
+        sums, epochs = training.sums, training.config.epochs
         epoch = min(training.steps_taken // training.batches.steps + 1, epochs)
-        self.bar.update(self.task, completed=training.steps_taken, description=f"epoch {epoch}/{epochs}", latest=latest)
+        text = f"epoch {epoch}/{epochs}  loss {sums.loss / sums.images:.3f}  train {sums.correct / sums.images:.1%}"
+        self.bar.update(self.task, completed=training.steps_taken, description=text)
 
     def epoch(self, record: EpochRecord) -> None:
-        left = int(self.bar.tasks[0].remaining or 0)
+        left = self.total - record.step
         seconds = (time.monotonic() - self.start) * left / (record.step - self.first)
-        remaining = f"  {duration(seconds)} remaining" if left and self.bar.disable else ""
         validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:6.2%}  "
+        mask = "" if record.sparsity is None else f"  density {1 - record.sparsity:.3f}  rho {record.rho:.3g}"
         self.console.print(
             f"epoch {record.epoch}/{record.epochs}  loss {record.train_loss:.4f}  "
             f"train {record.train_accuracy:6.2%}  {validation}test {record.test_accuracy:6.2%}  "
-            f"{record.images_per_second:,.0f} images/s{_perturbed(record)}{remaining}",
+            f"{record.images_per_second:,.0f} images/s{mask}{f'  {duration(seconds)} remaining' if left else ''}",
             soft_wrap=True,
         )
 
     def end(self, *, complete: bool) -> None:
         self.bar.stop()
-
-
-def _perturbed(source: Training | EpochRecord) -> str:
-    return "" if source.sparsity is None else f"  density {1 - source.sparsity:.3f}  rho {source.rho:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -62,20 +62,14 @@ class RunRecorder(RunObserver):
     def epoch(self, record: EpochRecord) -> None:
         """``last.pt`` decides: a run killed before it is replaced repeats this epoch, one killed after does not."""
         self.epochs.append(record)
-        is_best = best_of(self.epochs) is record
-        if is_best:
-            tested = self.training.module if self.training.ema is None else self.training.ema.module
-            figures = {name: getattr(record, name) for name in ("epoch", "val_accuracy", "test_accuracy")}
-            content = {"settings": self.settings, "model": tested.state_dict(), **figures}
-            checkpoint.save(self.directory.next_best, content)
         self._append({"kind": "epoch", **asdict(record)})
         self._save()
-        if is_best:
-            self.directory.next_best.replace(self.directory.best)
+        if best_of(self.epochs) is record:
+            _save_best(self.training, self.directory, record)
 
     def _save(self) -> None:
-        training = self.training.state_dict()
-        checkpoint.save(self.directory.last, {"settings": self.settings, "records": self.records, "training": training})
+        content = {"settings": self.settings, "records": self.records, "training": self.training.state_dict()}
+        checkpoint.save(self.directory.last, self.training.config.identity, content)
         self.saved_at = self.training.steps_taken
 
     def finish(self, result: RunResult) -> None:
@@ -97,21 +91,25 @@ def restore(training: Training, directory: RunDirectory) -> None:
         raise CheckpointError(f"{directory.last} does not fit its run: {error}") from error
     if main:
         directory.rewind(training.steps_taken, content["records"])
-        _check_best(directory)
+        _check_best(training, directory)
 
 
-def _check_best(directory: RunDirectory) -> None:
-    """Complete the replacement of ``best.pt``, and check that it is of the best epoch of the records."""
-    if epochs := read_epochs(directory.records):
-        best = best_of(epochs)
-        for file in (directory.next_best, directory.best):
-            content = directory.load(file) if file.exists() else {}
-            if (content.get("epoch"), content.get("test_accuracy")) == (best.epoch, best.test_accuracy):
-                file.replace(directory.best)
-                break
-        else:
-            raise CheckpointError(
-                f"{directory.best} is missing or not of the best epoch, {best.epoch}; restore it, or delete all files "
-                "of the run to train from the beginning"
-            )
-    directory.next_best.unlink(missing_ok=True)
+def _check_best(training: Training, directory: RunDirectory) -> None:
+    """Check that ``best.pt`` is of the best epoch; if that ended with ``last.pt``, write what a kill left unwritten."""
+    if not (epochs := read_epochs(directory.records)):
+        return
+    best = best_of(epochs)
+    if best.step == training.steps_taken:
+        _save_best(training, directory, best)
+    content = directory.load(directory.best) if directory.best.exists() else {}
+    if (content.get("epoch"), content.get("test_accuracy")) != (best.epoch, best.test_accuracy):
+        raise CheckpointError(
+            f"{directory.best} is missing or not of the best epoch, {best.epoch}; restore it, or delete all files of "
+            "the run to train from the beginning"
+        )
+
+
+def _save_best(training: Training, directory: RunDirectory, record: EpochRecord) -> None:
+    tested = training.module if training.ema is None else training.ema.module
+    figures = {"epoch": record.epoch, "test_accuracy": record.test_accuracy}
+    checkpoint.save(directory.best, training.config.identity, {"model": tested.state_dict(), **figures})

@@ -5,8 +5,8 @@ records.jsonl one line per epoch       best.pt   the weights with the best valid
 result.json   of a finished run only   masks/    each mask, written when it is computed
 analyses/     results of `sparsesam analyze`        failure.json  of a failed run only
 
-Every file is checked before it is used: text files end with a sum of their content, archives contain the checksum of
-each part, and checkpoints and masks name their run and place. ``last.pt`` is replaced atomically and decides what the
+Every file is checked before it is used: text files end with a sum of their content, checkpoints and masks are archives
+with the checksum of each part and the identity of their run. ``last.pt`` is replaced atomically and decides what the
 run has done: what was written after it is written again.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import socket
 import traceback
@@ -43,7 +44,6 @@ class RunDirectory:
         self.records = path / "records.jsonl"
         self.last = path / "last.pt"
         self.best = path / "best.pt"
-        self.next_best = path / "best.next.pt"
         self.result = path / "result.json"
         self.failure = path / "failure.json"
         self.running = path / "running.json"
@@ -66,9 +66,9 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Lock the directory against a second run. The lock ends with the process, even if it is killed."""
         file = self.path / "running.lock"
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(file)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(file)
             lock.acquire(timeout=0)
         except Timeout:
             process = "another process"
@@ -76,8 +76,6 @@ class RunDirectory:
                 found = read_json(self.running)
                 process = f"process {found['pid']} on {found['host']}"
             raise RunError(f"{self.path} is in use by {process}; choose another --out, or wait") from None
-        except OSError as error:
-            raise _cannot_be_made(self.path, error.strerror) from error
         try:
             self.running.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
             yield
@@ -93,12 +91,12 @@ class RunDirectory:
         """Raise ValueError if the run may not start in this directory; writes nothing."""
         try:
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-            if not existing.is_dir():
-                raise NotADirectoryError(0, f"{existing} is not a directory")
-            if not os.access(existing, os.W_OK | os.X_OK):
-                raise PermissionError(0, f"{existing} is not writable")
-        except OSError as error:  # also for a name that is too long
-            raise _cannot_be_made(self.path, error.strerror) from error
+            is_usable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+            reason = "" if is_usable else f"{existing} is not a directory that can be written to"
+        except OSError as error:  # for a name that is too long
+            reason = str(error.strerror)
+        if reason:
+            raise ValueError(f"the run's directory {self.path} cannot be made: {reason}; choose another --out")
         if resume and self.has_begun:
             saved = self.saved_config()
             same = dataclasses.replace(config, epochs=saved.epochs).canonical == saved.canonical
@@ -120,7 +118,7 @@ class RunDirectory:
     def begin(self, config: TrainConfig, environment: RunEnvironment) -> int | None:
         """Write the settings; returns the previous number of epochs if this run extends an earlier one."""
         self.check(config, resume=environment.resume)
-        for left in (self.failure, *self.path.glob("*.part")):  # of a run that failed, was killed or had no space
+        for left in (self.failure, *self.path.glob("*.part"), *self.masks.glob("*.part")):  # of a run that ended early
             left.unlink(missing_ok=True)
         before = None
         if environment.resume and self.has_begun and (before := self.saved_config().epochs) != config.epochs:
@@ -149,30 +147,17 @@ class RunDirectory:
     # ---- checkpoints and records ---------------------------------------------------------------------------
 
     def load(self, file: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Load ``last.pt`` or ``best.pt``; raises CheckpointError if it is damaged or of another run."""
-        content, expected = checkpoint.load(file, device), self.saved_config()
-        try:
-            found = split_settings(content["settings"])[0]
-        except (AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{file} has settings that this version cannot use: {error}") from error
-        if found.identity != expected.identity:
-            raise CheckpointError(
-                f"{file} or {self.config} is of another run ({differences(found, expected)}); restore the right one"
-            )
+        """Load ``last.pt``, ``best.pt`` or masks; raises CheckpointError if the file is damaged or of another run."""
+        content = checkpoint.load(file, device)
+        if content["run"] != self.saved_config().identity:
+            raise CheckpointError(f"{file} or {self.config} is of another run; restore the right one")
         return content
 
     def check_begun(self) -> None:
-        """Raise RunError if ``last.pt`` is missing although the run has written it before.
-
-        The first epoch's record is written before the first checkpoint, and ``best.pt`` after it.
-        """
-        others = [file for file in (self.best, self.result) if file.exists()]
-        with suppress(OSError):
-            epochs = self.records.read_text(errors="replace").count('"kind": "epoch"')
-            others += [self.records] if epochs > 1 else []
-        if others:
+        """Raise RunError if ``last.pt`` is missing although the run has written it before: ``best.pt`` comes later."""
+        if others := [file.name for file in (self.best, self.result) if file.exists()]:
             raise RunError(
-                f"{self.last} is missing, although {' and '.join(file.name for file in others)} was written after it; "
+                f"{self.last} is missing, although {' and '.join(others)} was written after it; "
                 "restore it, or delete those files to train from the beginning"
             )
 
@@ -184,8 +169,6 @@ class RunDirectory:
                 mask.unlink()
             else:
                 read_mask_file(mask)
-        for part in self.masks.glob("*.part"):
-            part.unlink()
 
     def write_failure(self, error: Exception) -> None:
         """Write the error that ended the run; call it in the exception handler."""
@@ -200,25 +183,18 @@ class RunDirectory:
 
     # ---- masks ---------------------------------------------------------------------------------------------
 
-    def write_masks(self, step: int, masks: Mapping[str, Tensor], run: str = "") -> None:
+    def write_masks(self, step: int, masks: Mapping[str, Tensor], run: str) -> None:
         """Write the masks that the run with the identity ``run`` made in ``step``, counted from 0, with one bit per
-        weight.
+        weight (numpy's packbits).
         """
         self.masks.mkdir(parents=True, exist_ok=True)
-        content = {f"bits.{name}": np.packbits(mask.reshape(-1).cpu().numpy()) for name, mask in masks.items()}
-        about = {"step": step, "run": run, "shapes": {name: list(mask.shape) for name, mask in masks.items()}}
-        part = self.masks / f"{step:08d}.part"
-        with part.open("wb") as stream:
-            np.savez(stream, about=np.array(json.dumps(about)), **content)  # type: ignore[arg-type]
-        part.replace(part.with_suffix(".npz"))
+        bits = {name: torch.from_numpy(np.packbits(mask.flatten().cpu().numpy())) for name, mask in masks.items()}
+        shapes = {name: list(mask.shape) for name, mask in masks.items()}
+        checkpoint.save(self.masks / f"{step:08d}.pt", run, {"step": step, "shapes": shapes, "bits": bits})
 
     def mask_files(self) -> list[tuple[int, Path]]:
         """Returns the recorded masks as (step, file), ordered by step."""
-        return sorted((int(file.stem), file) for file in self.masks.glob("*.npz") if file.stem.isdigit())
-
-
-def _cannot_be_made(path: Path, reason: str | None) -> ValueError:
-    return ValueError(f"the run's directory {path} cannot be made: {reason}; choose another --out")
+        return sorted((int(file.stem), file) for file in self.masks.glob("*.pt") if file.stem.isdigit())
 
 
 def all_settings(config: TrainConfig, environment: RunEnvironment) -> dict[str, Any]:
@@ -297,21 +273,13 @@ def read_masks(run: Path | str) -> Iterator[tuple[int, dict[str, Tensor]]]:
 
 def read_mask_file(file: Path) -> dict[str, Tensor]:
     """Read a file of masks; RunError if it is damaged, or of another step or run."""
-    try:
-        checkpoint.check_archive(file)
-        with np.load(file, allow_pickle=False) as saved:
-            about = json.loads(str(saved["about"]))
-            shapes = {name: torch.Size(shape) for name, shape in about["shapes"].items()}
-            bits = {name: np.unpackbits(saved[f"bits.{name}"], count=shapes[name].numel()) for name in shapes}
-        masks = {name: torch.from_numpy(bits[name].astype(np.bool_)).reshape(shapes[name]) for name in shapes}
-    except Exception as error:  # damaged archives and arrays can fail in any way
-        why = one_line(error)
-        raise RunError(f"{file} must contain the masks of a run, but is damaged ({why}); remove it") from error
-    directory = RunDirectory(file.parent.parent)
-    if about["step"] != int(file.stem):
-        raise RunError(f"{file} has the masks of step {about['step']}; restore the right one, or remove it")
-    if about["run"] and directory.config.exists() and about["run"] != directory.saved_config().identity:
-        raise RunError(f"{file} is of another run; restore the right one, or remove it")
+    content = RunDirectory(file.parent.parent).load(file)
+    if (found := content.get("step")) != int(file.stem):
+        raise RunError(f"{file} has the masks of step {found}; restore the right one, or remove it")
+    masks = {}
+    for name, shape in content["shapes"].items():
+        flat = np.unpackbits(content["bits"][name].numpy(), count=math.prod(shape)).view(np.bool_)
+        masks[name] = torch.from_numpy(flat).reshape(shape)
     return masks
 
 

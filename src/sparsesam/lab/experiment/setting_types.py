@@ -115,6 +115,13 @@ def read_yaml(text: str) -> Any:
         raise ValueError(one_line(error)) from error
 
 
+def as_mapping(what: str, value: Any) -> dict[str, Any]:
+    """Returns a mapping read from YAML, with names as text; ValueError for anything else."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must contain names and values, such as `rho: 0.1`, got {value!r:.100}")
+    return {str(name): entry for name, entry in value.items()}
+
+
 def alternatives(hint: Any) -> tuple[Any, ...]:
     """Returns the member types of a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)

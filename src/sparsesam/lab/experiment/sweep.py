@@ -26,7 +26,7 @@ from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, check_u
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import RunResult, read_result
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, write_atomically
-from sparsesam.lab.experiment.setting_types import Rule, convert, read_yaml
+from sparsesam.lab.experiment.setting_types import Rule, as_mapping, convert, read_yaml
 from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.names import check_names, suggestion
 
@@ -124,9 +124,9 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
 
     ``overrides`` override all settings in the file; ``seeds`` overrides its seeds.
     """
-    text, name = _read(file)
     try:
-        content = _mapping("the file", read_yaml(text))
+        text, name = _read(file)
+        content = as_mapping("the file", read_yaml(text))
         check_names(content, _KEYS)
         title = convert("title", content.get("title", name), str)
         given = content.get("seeds", 1) if seeds is None else seeds
@@ -139,19 +139,13 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
         raise ValueError(f"{file}: {error}") from error
 
 
-def _mapping(what: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} must contain names and values, such as `rho: 0.1`, got {value!r:.100}")
-    return {str(name): entry for name, entry in value.items()}
-
-
 def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, TrainConfig]:
     """Returns every variant with every combination of the grid's values, labeled by the values that distinguish it.
 
     A variant must use its own settings. Those for all variants must be used by at least one.
     """
-    settings, grid = (_mapping(key, content.get(key) or {}) for key in ("settings", "grid"))
-    variants = _mapping("variants", content.get("variants") or {"": {}})
+    settings, grid = (as_mapping(key, content.get(key) or {}) for key in ("settings", "grid"))
+    variants = as_mapping("variants", content.get("variants") or {"": {}})
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ValueError(f"grid must have a list of values for each setting, got {values!r:.100} for {name}")
@@ -161,7 +155,7 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     configs: dict[str, TrainConfig] = {}
     shared = {*settings, *grid, *overrides}
     for label, values in variants.items():
-        own = _mapping(f"variant {label}", values or {})
+        own = as_mapping(f"variant {label}", values or {})
         for point in itertools.product(*axes):
             config = from_mapping(TrainConfig, complete({**settings, **dict(point), **own, **overrides}))
             check_used(config, own.keys() - overrides.keys())
@@ -177,10 +171,7 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 def _read(file: str | Path) -> tuple[str, str]:
     given = Path(file)
     if given.is_file():
-        try:
-            return given.read_text(encoding="utf-8"), given.stem
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not a text file ({error})") from error
+        return given.read_text(encoding="utf-8"), given.stem
     files = (resources.files("sparsesam.lab.experiment") / "sweeps").iterdir()
     packaged = {path.name.removesuffix(".yaml"): path for path in files if path.name.endswith(".yaml")}
     if str(file) in packaged:
@@ -188,7 +179,7 @@ def _read(file: str | Path) -> tuple[str, str]:
     folder = given.parent if given.parent.is_dir() else Path()
     found = sorted(str(other) for suffix in ("*.yaml", "*.yml") for other in folder.glob(suffix))
     raise ValueError(
-        f"{file} does not exist: pass a YAML file or a sweep included in sparsesam ({', '.join(packaged)})"
+        f"does not exist; pass a YAML file or a sweep included in sparsesam ({', '.join(packaged)})"
         f"{suggestion(str(file), [*found, *packaged])}"
     )
 

@@ -19,18 +19,20 @@ from sparsesam.lab import models
 from sparsesam.lab.data import FolderSplits, Splits
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.batches import Batches, Split, load_splits
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
+from sparsesam.lab.experiment.config import Machine, RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError, one_line
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_mask_file
-from sparsesam.lab.experiment.setting_types import PositiveInt, check_settings, option
+from sparsesam.lab.experiment.setting_types import PositiveInt, option
 
 
 @dataclass(frozen=True)
-class EvalSettings:
+class EvalSettings(Machine):
     """The weights of a run to measure, and the images to measure them on."""
 
-    checkpoint: Literal["last", "best"] = option("last", "last.pt, or best.pt: best validation (or test) accuracy")
+    checkpoint: Literal["last", "best"] = option(
+        "last", "last.pt, or best.pt: best validation (or test) accuracy", group="weights and images"
+    )
     split: Split = option("train", "images to measure on, without augmentation")
     samples: PositiveInt | None = option(512, "number of images, the same for every run; null: all")
     seed: int = option(0, "seed of the choice of images and of random numbers in the analysis")
@@ -39,12 +41,6 @@ class EvalSettings:
         "frozen", "statistics of normalization layers: running, recomputed at each point, or each batch's own"
     )
     allow_random: bool = option(False, "allow a loss that is not deterministic and measure one random draw of it")
-    data_dir: Path | None = option(None, "directory of the data set's files; default the user's cache")
-    download: bool = option(True, "download a data set that is not available")
-    device: str = option("auto", "cpu, cuda, mps or auto")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
 
 def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -> TrainedRun:
@@ -70,7 +66,7 @@ class TrainedRun:
         self.path, self.directory, self.on = path, RunDirectory(path), on
         self.file = weights or (self.directory.best if on.checkpoint == "best" else self.directory.last)
         self.is_own_file = weights is None
-        self.environment = RunEnvironment(data_dir=on.data_dir, download=on.download, accelerator=on.device)
+        self.environment = RunEnvironment(data_dir=on.data_dir, download=on.download, accelerator=on.accelerator)
         self.notes: list[str] = []
 
     @cached_property
