@@ -320,8 +320,7 @@ class Tape:
     @contextmanager
     def _active(self, mode: _Mode) -> Iterator[None]:
         """Plain ``with`` statements, which Ctrl-C cannot leave half entered, as it can an ExitStack."""
-        start = nullcontext() if self.start is None else self.start.register_forward_pre_hook(mode.begin, prepend=True)
-        with start:
+        with nullcontext() if self.start is None else self.start.register_forward_pre_hook(mode.begin, prepend=True):
             if mode.is_idle:
                 yield
             else:
