@@ -92,11 +92,11 @@ class FilterLayers(TorchFunctionMode):
 
 def _is_plain_call(func: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether a call of a layer records a graph of ordinary tensors, which only this forward and its backward use."""
-    tensors = [one for one in arguments if isinstance(one, Tensor)]
+    tensors = [t for t in arguments if isinstance(t, Tensor)]
     return (
         torch.is_grad_enabled()
-        and all(type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided for one in tensors)
-        and not any(one.is_nested or (one.is_complex() and func is not F.linear) for one in tensors)
+        and all(type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided for t in tensors)
+        and not any(t.is_nested or (t.is_complex() and func is not F.linear) for t in tensors)
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ class _Layer(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         shape, gradients = x.shape, call.narrowed if call.layers.is_narrow else call.plain
         if not call.geometry:  # gradients of a linear layer are those of matrices
-            x, dy = (one.reshape(math.prod(one.shape[:-1]), one.shape[-1]) for one in (x, dy))
+            x, dy = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (x, dy))
         dx, dw, db = gradients(dy, weight, x, ctx.needs_input_grad[:3])
         return None if dx is None else dx.view(shape), dw, db, None
 
@@ -217,7 +217,7 @@ def _apply(call: _Call, x: Tensor, bias: Tensor | None) -> Tensor:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # What autocast would do within the call, where no gradient is recorded, and its cache would keep that.
         dtype, kept = torch.get_autocast_dtype(kind), (torch.float64, torch.complex64, torch.complex128)
-        tensors = tuple(one if one is None or one.dtype in kept else one.to(dtype) for one in tensors)
+        tensors = tuple(t if t is None or t.dtype in kept else t.to(dtype) for t in tensors)
     return _Layer.apply(*tensors, call)  # type: ignore[no-any-return]
 
 
@@ -233,12 +233,12 @@ def _convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
-    is_one = input.dim() == weight.dim() - 1  # one sample without a batch dimension
-    batch, *sizes = _expanded(input.unsqueeze(0) if is_one else input, weight, stride, padding, dilation)
+    is_unbatched = input.dim() == weight.dim() - 1  # one sample without a batch dimension
+    batch, *sizes = _expanded(input.unsqueeze(0) if is_unbatched else input, weight, stride, padding, dilation)
     if padding == "same" and set(sizes[0]) != {1}:  # torch's error
         return convolve(input, weight, bias, stride, padding, dilation, groups)
     y = _apply(_Call(convolve, weight, layers, want, (*sizes, groups)), batch, bias)
-    return y.squeeze(0) if is_one else y
+    return y.squeeze(0) if is_unbatched else y
 
 
 def _expanded(

@@ -91,7 +91,7 @@ class Options:
         if passes == 1:
             needing = ("ascent_fraction", "ascent_scope", "ascent", "ascent_steps")
             refused = {**dict.fromkeys(needing, "it has no first pass"), **refused}
-        defaults = {one.name: one.default for one in fields(self)}
+        defaults = {option.name: option.default for option in fields(self)}
         for option, why in refused.items():
             value, default = getattr(self, option), defaults[option]
             if value != default:

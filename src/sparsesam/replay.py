@@ -247,7 +247,7 @@ class _Replay(_Mode):
         if entry.settings != operators.settings() or entry.random[0] != operators.random_state(call.generator):
             return "another random state, or other settings of torch"
         compared = zip(entry.inputs, call.tensors, call.storages, strict=True)
-        return "" if all(self.matches(*one) for one in compared) else "another input"
+        return "" if all(self.matches(*pair) for pair in compared) else "another input"
 
     def matches(self, recorded: Any, t: Tensor, storage: int) -> bool:
         if recorded is not None and isinstance(recorded[-1], Tensor):

@@ -36,8 +36,8 @@ def on_every_rank(make: Callable[[], Result], error: type[Exception], group: dis
     result, caught = None, None
     try:
         result = make()
-    except error as one:
-        caught = one
+    except error as exception:
+        caught = exception
     if not all_agree(caught is None, communication_device(group), group) or result is None:
         raise caught or error("the scores of another rank are not finite")
     return result
@@ -60,8 +60,8 @@ def require_same(parts: Iterable[Tensor | int | str], what: str, group: dist.Pro
     mine = torch.tensor([hash_of(parts)], dtype=torch.int64, device=communication_device(group))
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
-    expected, *hashes = [int(one) for one in everyones]
-    different = [rank for rank, one in zip(others, hashes, strict=True) if one != expected]
+    expected, *hashes = [int(value) for value in everyones]
+    different = [rank for rank, value in zip(others, hashes, strict=True) if value != expected]
     if different:
         raise RuntimeError(
             f"{what} of {_name_ranks(different)} differ from rank {first}'s; every rank must make the optimizer and "

@@ -145,7 +145,7 @@ class Shards:
         sharded: list[Any] = [parameter for parameter in parameters.values() if is_sharded(parameter)]
         if not sharded:
             return None
-        mesh = max((one.device_mesh for one in sharded), key=lambda mesh: mesh.size())
+        mesh = max((parameter.device_mesh for parameter in sharded), key=lambda mesh: mesh.size())
         return cls({name: _part(parameter, mesh) for name, parameter in parameters.items()}, mesh)
 
     def only(self, *names: str) -> Shards:

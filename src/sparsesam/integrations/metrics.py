@@ -32,5 +32,5 @@ def gradient_norm(optimizer: SharpnessAware) -> float:
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients_of(optimizer.base)]
     if not dense:
         return 0.0
-    norms = [torch.linalg.vector_norm(one, dtype=torch.float64).cpu() for one in dense]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64).cpu() for gradient in dense]
     return float(torch.linalg.vector_norm(torch.stack(norms)))

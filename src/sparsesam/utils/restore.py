@@ -22,9 +22,9 @@ class Snapshot:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         # Grouped by device and dtype, so that an accelerator copies each group in one launch.
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for one in tensors:
-            groups.setdefault((one.device, one.dtype), []).append(one)
-        self._saved = [(group, [torch.empty_like(one) for one in group]) for group in groups.values()]
+        for tensor in tensors:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        self._saved = [(group, [torch.empty_like(tensor) for tensor in group]) for group in groups.values()]
         for group, values in self._saved:
             torch._foreach_copy_(values, group)
 
