@@ -9,11 +9,14 @@ from torch.optim import Optimizer
 
 from sparsesam.sam import SAM
 
+#: The part of the batch that the ascent is computed from; it costs as much of a step.
+ASCENT_FRACTION = 1 / 8
+
 
 def recommended(base: Optimizer, model: nn.Module, rho: float = 0.05, *, cost: float = 1.25) -> SAM:
     """Returns what was at least as good as a tuned SGD on every task of the study, for steps of at most this cost.
 
-    From a cost of 1.12 on, that is `SAM` with ``ascent_fraction=1/8``, whose perturbation is computed from an eighth of
+    From a cost of 1.125 on, that is `SAM` with ``ascent_fraction=1/8``, whose perturbation is computed from an eighth of
     the batch; SAM itself, at a cost of 2, had less accuracy than SGD on one of the three tasks. Below, nothing was as
     good on every task: then the steps are those of the base optimizer, `SAM` with rho = 0, and a warning says so.
 
@@ -30,7 +33,7 @@ def recommended(base: Optimizer, model: nn.Module, rho: float = 0.05, *, cost: f
     """
     if not (isinstance(cost, int | float) and cost >= 1):
         raise ValueError(f"cost must be at least 1, got {cost}; 1 is a step of the base optimizer, 1.25 is the default")
-    if cost < 1.12:
+    if cost < 1 + ASCENT_FRACTION:
         warnings.warn(
             f"recommended: for cost={cost}, no method of the study was at least as good as a tuned SGD on every task: "
             "steps are those of the base optimizer. A cost of 1.25 perturbs; ExtrapolatedSAM, in one pass, gained on "
@@ -39,4 +42,4 @@ def recommended(base: Optimizer, model: nn.Module, rho: float = 0.05, *, cost: f
             stacklevel=2,
         )
         return SAM(base, model, 0.0)
-    return SAM(base, model, rho, ascent_fraction=1 / 8)
+    return SAM(base, model, rho, ascent_fraction=ASCENT_FRACTION)

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from sparsesam.budget import MultiplyAdds
 from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.recommended import ASCENT_FRACTION
 
 
 def passes_per_step(config: TrainConfig, *, epochs: float | None = None) -> float:
@@ -23,7 +24,10 @@ def passes_per_step(config: TrainConfig, *, epochs: float | None = None) -> floa
 
     ``epochs`` overrides the number of epochs of the config.
     """
-    if config.is_plain or config.optimizer == "auto" or config.ascent in ("momentum", "extrapolation"):
+    if config.optimizer == "auto":
+        least = 1 + ASCENT_FRACTION
+        return least if config.budget is None or config.budget >= least else 1.0
+    if config.is_plain or config.ascent in ("momentum", "extrapolation"):
         return 1.0
     ascending = max(0.0, 1 - config.ascent_start / (epochs or config.epochs))
     return 1 + config.ascent_steps * config.ascent_fraction * ascending / config.ascent_every
