@@ -16,9 +16,9 @@ ASCENT_FRACTION = 1 / 8
 def recommended(base: Optimizer, model: nn.Module, rho: float = 0.05, *, cost: float = 1.25) -> SAM:
     """Returns what was at least as good as a tuned SGD on every task of the study, for steps of at most this cost.
 
-    From a cost of 1.125 on, that is `SAM` with ``ascent_fraction=1/8``, whose perturbation is computed from an eighth of
-    the batch; SAM itself, at a cost of 2, had less accuracy than SGD on one of the three tasks. Below, nothing was as
-    good on every task: then the steps are those of the base optimizer, `SAM` with rho = 0, and a warning says so.
+    From a cost of 1.125 on, that is `SAM` with ``ascent_fraction=1/8``: the perturbation is computed from an eighth of
+    the batch. Below, nothing was as good on every task: then the steps are those of the base optimizer, `SAM` with
+    rho = 0, and a warning says so.
 
     Args:
         base: the optimizer that takes the step.

@@ -18,7 +18,6 @@ def cost(tmp_path, **settings):
         ({"optimizer": "sgd"}, 1),
         ({"optimizer": "sgd", "accumulate": 2}, 1),
         ({"optimizer": "auto"}, 1.125),
-        ({"optimizer": "auto", "budget": 1.1}, 1),
         ({"optimizer": "sam"}, 2),
         ({"optimizer": "sam", "ascent": "momentum"}, 1),
         ({"optimizer": "sam", "ascent_fraction": 0.25}, 1.25),
