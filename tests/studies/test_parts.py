@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from studies.parts import PARTS, look_sam
+from studies.parts import PARTS
 from tests import cases
 
 import sparsesam
@@ -45,24 +45,6 @@ def norm(tensors):
 def sam_gradient(weights, batch):
     g = gradient_at(weights, batch)
     return gradient_at([w + RHO * d / norm(g) for w, d in zip(weights, g, strict=True)], batch)
-
-
-def test_look_sam_adds_last_orthogonal_part():
-    training = make(every=3)
-    look_sam(training, alpha=0.7)
-    weights, v = cases.weights_of(training.module), None
-    for number in range(7):
-        batch = cases.vectors(12, seed=number)
-        g = gradient_at(weights, batch)
-        if number % 3 == 0:
-            used = sam_gradient(weights, batch)
-            along = sum((a * b).sum() for a, b in zip(used, g, strict=True)) / norm(g) ** 2
-            v = [a - along * b for a, b in zip(used, g, strict=True)]
-        else:
-            used = [a + 0.7 * norm(g) / norm(v) * b for a, b in zip(g, v, strict=True)]
-        weights = [w - LR * d for w, d in zip(weights, used, strict=True)]
-        step(training, batch)
-        torch.testing.assert_close(cases.weights_of(training.module), weights, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
