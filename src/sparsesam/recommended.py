@@ -25,7 +25,7 @@ def recommended(base: Optimizer, model: nn.Module, rho: float = 0.05, *, cost: f
         model: the module whose parameters ``base`` holds.
         rho: the number to tune, together with the weight decay: try half and twice. If the training loss does not fall,
             it is too large.
-        cost: what a step may cost, in steps of the base optimizer.
+        cost: what a step may cost, in passes of the base optimizer. Small networks need more time than that.
 
     Examples:
         >>> opt = sparsesam.recommended(base, model, cost=1.25)
