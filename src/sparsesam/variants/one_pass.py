@@ -80,7 +80,7 @@ class ExtrapolatedSAM(OnePass):
         w <- base's update of w with the gradient at w + e
 
     There is no norm, and the base optimizer's state is not used: e shrinks with the learning rate. The factor 200 makes
-    the best rho that of SAM, within a factor of two on ten of twelve tasks (docs/study.md). The first
+    the best rho that of SAM, within a factor of two on ten of thirteen tasks (docs/study.md). The first
     step, and a step after one that a GradScaler skipped, is a plain step of the base. The returned loss and the running
     statistics are those at w + e, which becomes w as the learning rate decays. It needs as much memory as SAM, 4 bytes
     per perturbed weight.
