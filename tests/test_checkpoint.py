@@ -178,6 +178,20 @@ def test_mismatched_checkpoint_changes_nothing():
     assert cases.same_bits(before.values(), opt.masks.values())
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(sparsesam.SAM, sparsesam.ExtrapolatedSAM), (sparsesam.ExtrapolatedSAM, sparsesam.SAM)],
+)
+def test_another_method_continues_from_a_checkpoint(first, second):
+    model = cases.mlp()
+    opt, other = (kind(cases.sgd(model), model, rho) for kind, rho in ((first, 0.02), (second, 0.05)))
+    cases.train(model, opt, range(2))
+    other.load_state_dict(opt.state_dict())
+    assert (other.steps, other.param_groups[0]["rho"]) == (2, 0.02)
+    cases.train(model, other, range(2, 4))
+    assert other.steps == 4
+
+
 def test_state_is_not_loaded_inside_a_pass():
     """It would drop what restores the weights."""
     model = cases.mlp()

@@ -98,17 +98,6 @@ class FreesItsContext(torch.autograd.Function):
         return result
 
 
-class DoubleInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2
-
-
 class WritesWithNumpy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -166,7 +155,7 @@ PROGRAMS = {
     ),
     # autograd
     "function_overwrites_and_frees_its_context": lambda m, x, y: FreesItsContext.apply(m.body(x)),
-    "function_writes_in_place": lambda m, x, y: DoubleInPlace.apply(m.body(x) + 1),
+    "function_writes_in_place": lambda m, x, y: cases.HalvedInPlace.apply(m.body(x) + 1),
     "checkpoint_with_a_flag": lambda m, x, y: checkpoint(lambda v: m.features(v) * m.calls, x, use_reentrant=False),
     "checkpointed_with_reentrant_autograd": lambda m, x, y: checkpoint(
         lambda v: F.dropout(torch.tanh(m.middle(v)), 0.2), m.features(x), use_reentrant=True

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sparsesam.replay import Tape
+from tests import cases
 from tests.test_programs import bits
 
 ROWS, COLUMNS = 4, 6
@@ -42,17 +43,6 @@ class Scaled(torch.autograd.Function):
         elif ctx.kind == 2:
             ctx.kept.numpy()[0] *= 2
         return -ctx.kept * g, None
-
-
-class InPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(0.5)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 0.5
 
 
 class State:
@@ -162,7 +152,7 @@ def gradients(s, draw, layer):
     elif kind == 3:
         s.h = checkpoint(lambda v: F.dropout(torch.tanh(layer(v)), 0.2) * (1 + s.even), h, use_reentrant=False)
     elif kind == 4:
-        s.h = InPlace.apply(h * 1)
+        s.h = cases.HalvedInPlace.apply(h * 1)
     elif kind == 5 and h.requires_grad:
         s.h = h * 1
         s.h.register_hook(lambda g: g * (1 + 0.1 * s.model.calls))
