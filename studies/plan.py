@@ -65,7 +65,16 @@ class Task:
                 yield point
 
     def plan(self, method: str, records: Iterable[Record]) -> list[list[Job]]:
-        """Returns the runs of each round of the search, and of the test, as far as the records determine them."""
+        """Returns the runs of each round of the search, and of the test, as far as the records determine them.
+
+        A method that is ``like`` another has no search, and is tested with the settings that the other has found.
+        """
+        if "like" in self.content["methods"][method]:
+            *rounds, last = self.plan(self.content["methods"][method]["like"], records)
+            found = [job for job in last if job.stage == "final"]
+            points = [tuple((name, job.settings[name]) for name in self.axes(job.method)) for job in found]
+            finals = [self.job(method, "final", point, seed) for seed, point in enumerate(points)]
+            return [*([] for _ in rounds), finals]
         known = {(str(r["settings"]), r["stage"]): r["accuracy"] for r in records if r["method"] == method}
         plan, trials = [], Trials()
         for rule in self.content.get("rounds", []):
@@ -100,7 +109,7 @@ class Task:
 
     def job(self, method: str, stage: str, point: Point, seed: int) -> Job:
         rule, own = self.parts[method], self.content["methods"][method]
-        fixed = {name: value for name, value in own.items() if not isinstance(value, list)}
+        fixed = {name: value for name, value in own.items() if not isinstance(value, list) and name != "like"}
         data = self.content["data"] + ("_validation" if stage == "tune" else "_test")
         settings = {**self.content["settings"], "dataset": data, **rule["settings"], **fixed, **dict(point)}
         return Job(self.name, method, stage, {**settings, "seed": seed}, rule.get("part"))

@@ -17,7 +17,7 @@ CONTENT = {
     "axes": {"epochs": [8, 15, 30, 60], "weight_decay": [0.1, 0.2, 0.3, 0.4]},
     "rounds": [{"draw": 6}, {"near": 3}, {"best": 2, "seeds": [101, 102]}],
     "seeds": 2,
-    "methods": {"SGD": {}, "SAM": {"rho": [1, 2, 3, 4]}, "fixed": {"rho": 5}},
+    "methods": {"SGD": {}, "SAM": {"rho": [1, 2, 3, 4]}, "fixed": {"rho": 5}, "alike": {"like": "SAM"}},
 }
 METHODS = {name: {"settings": {"optimizer": "sam"}} for name in CONTENT["methods"]}
 
@@ -66,6 +66,15 @@ def test_search_continues_near_the_best_and_repeats_the_best():
         assert found == [without(job, "seed") for job in top]
     assert [without(job, "seed", "dataset") for job in finals] == [without(top[0], "seed", "dataset")] * 2
     assert task().plan("SAM", records[:-1])[-1] == again
+
+
+def test_a_method_like_another_is_only_tested_with_its_settings():
+    assert task().plan("alike", []) == [[]]
+    records, (*_, finals) = searched(task())
+    *search, tested = task().plan("alike", records)
+    assert search == [[], [], []]
+    assert [job.settings for job in tested] == [job.settings for job in finals]
+    assert {job.method for job in tested} == {"alike"}
 
 
 def test_halving_trains_fewer_settings_longer():
