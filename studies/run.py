@@ -45,7 +45,7 @@ def run_task(task: Task, options: argparse.Namespace) -> None:
     for number in range(len(task.content.get("rounds", [])) + 1):
         plans = [task.plan(method, read(file)) for method in options.methods or task.methods]
         done = [{key: record[key] for key in ("task", "method", "stage", "settings")} for record in read(file)]
-        due = [job for plan in plans for job in plan[number] if job.identity not in done]
+        due = [job for plan in plans for jobs in plan[number : number + 1] for job in jobs if job.identity not in done]
         for job in sorted(due, key=lambda job: int(job.settings["seed"])):
             record = {**job.identity, **measure(job, options.data_dir)}
             append(file, record)
