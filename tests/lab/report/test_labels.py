@@ -68,7 +68,6 @@ def test_tasks_are_separate_and_named_without_defaults(tmp_path):
         write_run(tmp_path / "b", optimizer="sam", label_noise=0.4),
     )
     assert [task.label for task in tasks] == ["digits, small-cnn", "digits, small-cnn, label noise 0.4"]
-    assert [task.name for task in tasks] == ["digits-small-cnn", "digits-small-cnn-label-noise-0.4"]
     assert [variant.label for task in tasks for variant in task.variants] == ["SAM", "SAM"]
 
 

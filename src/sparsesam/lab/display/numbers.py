@@ -1,4 +1,4 @@
-"""Reads numbers from untrusted values and formats them for readers: 849 ± 140, 0.5, 97.8 ± 0.4 %."""
+"""Reads numbers from untrusted values and formats them for readers: 1,234, 0.5, 97.8 ± 0.4 %."""
 
 from __future__ import annotations
 
@@ -35,18 +35,6 @@ def significant(value: Number, digits: int = 3) -> str:
         mantissa, power = f"{value:.{digits - 1}e}".split("e")
         return f"{_trimmed(mantissa)}e{int(power)}"
     return _trimmed(f"{value:,.{max(0, digits - 1 - exponent)}f}")
-
-
-def plus_minus(value: Number, error: Number) -> str:
-    """Format the error with two significant digits, the value with as many decimals: 849 ± 140, 0.123 ± 0.045."""
-    if (value := number(value)) is None:
-        return MISSING
-    if not (error := number(error)):
-        return significant(value)
-    digits = 1 - math.floor(math.log10(abs(error)))
-    if digits > 6:
-        return f"{significant(value)} ± {significant(error, 2)}"
-    return f"{value:,.{max(0, digits)}f} ± {round(error, digits):,.{max(0, digits)}f}"
 
 
 def percent(share: Number, error: Number = None) -> str:

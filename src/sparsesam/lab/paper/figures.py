@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,16 @@ import numpy as np
 import torch
 
 from sparsesam.lab.data import Splits, corrupt, load_dataset
-from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, write_images, write_plot
-from sparsesam.lab.experiment.confidence import confidence_interval
+from sparsesam.lab.display import (
+    Axis,
+    Figure,
+    Series,
+    SeriesStyle,
+    assign_styles,
+    significant,
+    write_images,
+    write_plot,
+)
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.sweep import Job
@@ -24,7 +32,6 @@ from sparsesam.lab.inspection import Analysis, LabeledResult, TrainedRun, load_r
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
-from sparsesam.lab.inspection.progress import show_progress
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.recipe import Column
 
@@ -81,30 +88,24 @@ def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """Accuracy against sparsity, with SAM as a horizontal line; at full scale also the paper's numbers, dotted."""
-    recipe, numbers, is_full = trained.recipe, trained.numbers(), trained.recipe.scale == "full"
+    recipe, numbers = trained.recipe, trained.numbers()
     rows = grouped(recipe.row_labels, lambda row: row.split()[0])
     styles = dict(zip(rows, assign_styles([method.lower() for method in rows]), strict=True))
     right = max(config.sparsity or 0.0 for config in recipe.configs)
     panels: dict[str, list[Series]] = {column.label: [] for column in recipe.columns}
     for (place, column), (method, of_method) in itertools.product(enumerate(recipe.columns), rows.items()):
-        lines: dict[str, list[tuple[float, float, Bar | None]]] = {method: [], f"{method}, paper": []}
+        curves, printed = defaultdict[int, dict[float, float]](dict), dict[float, float]()
         for row in of_method:
-            sparsity = recipe.config(row, column).sparsity or 0.0
-            if found := numbers.get((row, column.label)):
-                shares = [100 * value for value in found.values()]
-                interval = confidence_interval(shares, lowest=0.0, highest=100.0)
-                lines[method].append((sparsity, statistics.fmean(shares), interval))
-            printed = recipe.rows[row]["paper"][place : place + 1] if is_full else []
-            lines[f"{method}, paper"] += [(sparsity, number, None) for number in printed]
-        for name, points in lines.items():
-            if method == "SAM":
-                points = [(x, *point[1:]) for point in points for x in (0.0, right)]
-            if points:
-                x, y, bars = (list(values) for values in zip(*points, strict=True))
-                panels[column.label].append(styles[method].series(name, x, y, bars=bars, faint=name != method))
+            at = (0.0, right) if method == "SAM" else (recipe.config(row, column).sparsity or 0.0,)
+            for seed, share in numbers.get((row, column.label), {}).items():
+                curves[seed] |= dict.fromkeys(at, 100 * share)
+            for number in recipe.rows[row]["paper"][place : place + 1]:
+                printed |= dict.fromkeys(at, number)
+        ours = mean_curve(styles[method], method, list(curves.values()), highest=100.0)
+        theirs = styles[method].series(f"{method}, paper", printed, printed.values(), faint=True)
+        panels[column.label] += [ours, theirs] if recipe.scale == "full" else [ours]
     figure = Figure("sparsity", "Test accuracy", "", Axis("sparsity"), Axis("test accuracy (%)"), panels)
-    dotted = ["Dotted lines are the paper's numbers."] if is_full else []
-    return [figure], ["Shades are 95 % intervals of the mean.", *dotted]
+    return [figure], ["Shades are 95 % intervals of the mean; dotted lines, at full scale, the paper's numbers."]
 
 
 def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
@@ -119,23 +120,18 @@ def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 
 def _hessian(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """The spectral density: panels of SGD, SAM and SSAM, with the largest eigenvalue and its ratio to the fifth.
+    """The spectral densities, with the largest eigenvalue and its ratio to the fifth.
 
     Each panel has axes of its own: SGD's eigenvalues can be ten times the others'.
     """
-    found = _measure_on_samples(trained, HessianAnalysis)
-    sentences: list[str] = []
     panels: dict[str, list[Series]] = {}
-    for run in found:
+    for run in _measure_on_samples(trained, HessianAnalysis):
         spectrum = run.result.eigenvalues
-        ratio = "–" if spectrum.ratio is None else f"{spectrum.ratio:.4g}"
-        sentences.append(f"{run.label}: lambda_1 {spectrum.eigenvalues[0]:.4g}, lambda_1 / lambda_5 {ratio}")
-        (figure,) = HessianAnalysis.figures("hessian", [replace(run, label=sentences[-1])])[1:]
-        panels.setdefault(run.label.partition("-")[0], []).extend(figure.series)
-    titled = {
-        lines[0].name if len(lines) == 1 else title: lines for title, lines in panels.items()
-    }  # single lines: no legend
-    return [replace(figure, title="", panels=titled)], [*sentences, "Each panel has its own axes."]
+        title = f"{run.label}: lambda_1 {significant(spectrum.eigenvalues[0])}"
+        title += f", lambda_1 / lambda_5 {significant(spectrum.ratio)}"
+        (figure,) = HessianAnalysis.figures("hessian", [run])
+        panels[title] = figure.series
+    return [replace(figure, title="", panels=panels)], [*panels, "Each panel has its own axes."]
 
 
 def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
@@ -205,5 +201,4 @@ def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
         content = json.loads(file.read_text())
         if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
             return analysis.result_type.from_dict(content["result"])
-    with show_progress(f"{analysis.name} of {run.path}") as progress:
-        return analysis.measure_and_write(run, progress)
+    return analysis.measure_and_write(run)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from sparsesam.lab.display import assign_styles, number, plural
 from sparsesam.lab.display.figure import OPTIMIZERS
@@ -18,24 +17,32 @@ from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibrat
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.variants import Costs, Variant, costs_of, grouped
-from sparsesam.lab.report.labels import changed_settings, length_label, task_label, unique, variant_label
+from sparsesam.lab.report.labels import changed_settings, task_label, unique, variant_label
 from sparsesam.lab.report.read_run import RunRecord, find_runs
 
-FileT = TypeVar("FileT")
 RunVariant = Variant[RunRecord]
 
 
 class ReportData:
     """``directories`` also has those with analyses only, which belong to no task. ``calibrations`` are the times that
-    sweeps measured. ``problems`` are (directory, message) pairs for unreadable files; sections add to them.
+    sweeps measured, ``sweeps`` their titles and variants. ``problems`` are (directory, message) pairs for unreadable
+    files; sections add to them.
     """
 
     def __init__(self, places: Iterable[str | os.PathLike[str]]) -> None:
         self.directories = [RunRecord(path) for path in find_runs(places)]
         self.runs = [run for run in self.directories if run.status != "analyses only"]
         self.problems = [(str(run.path), text) for run in self.directories for text in run.problems]
-        self.calibrations = self._beside_runs(read_calibration)
-        self.sweeps = self._beside_runs(read_sweep_file)
+        self.calibrations: list[SweepCalibration] = []
+        self.sweeps: list[tuple[str, list[str]]] = []
+        for folder in dict.fromkeys(run.path.resolve().parent for run in self.directories):
+            for read, found in ((read_calibration, self.calibrations), (read_sweep_file, self.sweeps)):
+                try:
+                    content: Any = read(folder)
+                except (OSError, ValueError) as error:
+                    self.problems.append((str(folder), str(error)))
+                else:
+                    found += [] if content is None else [content]
         self.tasks = self._tasks()
 
     @property
@@ -43,26 +50,13 @@ class ReportData:
         """The title of the sweep; "sparsesam report" for none or several."""
         return self.sweeps[0][0] if len(self.sweeps) == 1 else "sparsesam report"
 
-    def _beside_runs(self, read: Callable[[Path], FileT | None]) -> list[FileT]:
-        """Read a file of each directory that contains runs; unreadable ones are noted as problems."""
-        found = []
-        for folder in dict.fromkeys(run.path.resolve().parent for run in self.directories):
-            try:
-                content = read(folder)
-            except (OSError, ValueError) as error:
-                self.problems.append((str(folder), str(error)))
-            else:
-                found += [] if content is None else [content]
-        return found
-
     def _tasks(self) -> list[Task]:
         known = [(run.config, run) for run in self.runs if run.config is not None]
-        tasks = dict(sorted(grouped(known, lambda pair: task_label(pair[0])).items()))
-        slugs = [re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in tasks]
+        groups = sorted(grouped(known, lambda pair: task_label(pair[0])).items())
         places = {key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)}
         return [
-            Task(name, label, group_variants(pairs, places), self.calibrations)
-            for name, (label, pairs) in zip(unique(slugs, "-"), tasks.items(), strict=True)
+            Task(f"task-{count}", label, group_variants(pairs, places), self.calibrations)
+            for count, (label, pairs) in enumerate(groups, start=1)
         ]
 
     def count(self) -> str:
@@ -106,16 +100,15 @@ def group_variants(runs: Iterable[tuple[TrainConfig, RunRecord]], places: Mappin
     ]
     styles = assign_styles([config.optimizer for config in ordered])
     return [
-        Variant(label, config, *_one_per_seed(runs), style)
-        for label, config, runs, style in zip(unique(labels, ", "), ordered, members, styles, strict=True)
+        Variant(label, config, _one_per_seed(runs), style)
+        for label, config, runs, style in zip(unique(labels), ordered, members, styles, strict=True)
     ]
 
 
-def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
-    """Returns one run per seed, preferably finished, then with the most analyses; and the other runs."""
+def _one_per_seed(members: Sequence[RunRecord]) -> list[RunRecord]:
+    """Returns one run per seed, preferably finished, then with the most analyses."""
     preferred = sorted(members, key=lambda run: (run.status != "finished", -len(run.analyses)))
-    counted = [runs[0] for runs in grouped(preferred, lambda run: run.seed).values()]
-    return [run for run in members if run in counted], [run for run in members if run not in counted]
+    return [runs[0] for runs in grouped(preferred, lambda run: run.seed).values()]
 
 
 class Verdict(NamedTuple):
@@ -152,20 +145,13 @@ class Task:
         return costs_of(self.variants, self.calibrations)
 
     @cached_property
-    def verdicts(self) -> list[Verdict]:
-        """Returns a verdict for each length that several variants have, or one that says why nothing is ranked."""
-        measured = [variant for variant in self.variants if variant.accuracy is not None]
-        lengths = grouped(measured, lambda variant: length_label(variant.config))
-        if len(lengths) < 2:
-            return [self._verdict(variants) for variants in lengths.values() if len(variants) > 1]
-        found = {length: self._verdict(variants) for length, variants in lengths.items() if len(variants) > 1}
-        named = [verdict._replace(sentence=f"{length}. {verdict.sentence}") for length, verdict in found.items()]
-        return named or [Verdict("No ranking: every variant has another length, which is not compared.")]
-
-    def _verdict(self, variants: list[RunVariant]) -> Verdict:
+    def verdict(self) -> Verdict | None:
         """The cheapest variant whose accuracy does not differ significantly from the highest mean; of equally cheap
-        ones, the most accurate.
+        ones, the most accurate. None for a single variant.
         """
+        variants = [variant for variant in self.variants if variant.accuracy is not None]
+        if len(variants) < 2:
+            return None
         ranking, costs = rank({variant: variant.accuracies for variant in variants}), self.costs
         if ranking is None:
             reason = "it takes two variants with at least three finished seeds; with fewer, a difference may be chance"
