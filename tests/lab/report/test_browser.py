@@ -246,15 +246,6 @@ def test_chosen_point_has_ring_and_name_in_legend(looked_at):
     assert epochs == ["1", "2", "3"]
 
 
-def test_swatches_of_legend_differ(looked_at):
-    script = """() => [...document.querySelectorAll(".legend")].map(legend =>
-        [...legend.querySelectorAll("svg")].map(swatch => swatch.innerHTML))"""
-    legends = [swatches for swatches in looked_at.evaluate(script) if swatches]
-    assert len(legends) > 10
-    for swatches in legends:
-        assert len(set(swatches)) == len(swatches)
-
-
 def test_first_screen_has_accuracy_and_chart_whose_points_do_not_hide_each_other(opened, tmp_path):
     for optimizer in ("sgd", "sam", "asam", "gsam", "wsam"):
         for seed in range(3):

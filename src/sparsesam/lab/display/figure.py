@@ -177,14 +177,6 @@ def needs_log(values: Iterable[float]) -> bool:
     return bool(ordered) and ordered[0] > 0 and ordered[-1] > 100 * statistics.median(ordered)
 
 
-def error_bars(values: Iterable[Number], errors: Iterable[Number]) -> list[Bar | None]:
-    """Returns value ± error; None where either is not known."""
-    return [
-        None if value is None or error is None else (value - error, value + error)
-        for value, error in zip(values, errors, strict=True)
-    ]
-
-
 def _as_list(values: Iterable[Any]) -> list[Any]:
     """Convert to a list, NumPy arrays to Python numbers."""
     return list(values.tolist() if isinstance(values, np.ndarray) else values)

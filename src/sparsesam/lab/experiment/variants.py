@@ -162,12 +162,7 @@ def results_table(variants: Sequence[Variant[Any]], costs: Costs) -> Table:
             f"{costs.measure} / {costs.reference}": number_cell(costs.values[variant], ratio),
             **({"budget": budget} if has_budget else {}),
             "sparsity": variant.mean("sparsity"),
-            "best epoch *": number_cell(variant.mean("best_test_accuracy"), percent),
-            "train accuracy": number_cell(variant.mean("train_accuracy"), percent),
             "seeds": Cell(variant.seeds, order=len(variant.finished)),
         }
-    caption = (
-        "Means over the finished seeds, in the last epoch, ± 95 % intervals from three seeds on. * Test accuracy of "
-        "best.pt, which is chosen on validation images or, without them, on the test images, which makes it too high."
-    )
+    caption = "Means over the finished seeds, in the last epoch; ±: 95 % interval of the mean, from three seeds on."
     return table_of_rows("accuracy", caption, "variant", rows)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,11 @@ from sparsesam.lab.display import (
     Series,
     SeriesStyle,
     assign_styles,
-    significant,
     write_images,
     write_plot,
 )
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.experiment.variants import grouped, mean_curve
 from sparsesam.lab.inspection import Analysis, LabeledResult, TrainedRun, load_run
 from sparsesam.lab.inspection.gradients import GradientAnalysis
@@ -50,24 +49,31 @@ def draw_figure(trained: RecipeRuns, file: Path) -> list[str]:
     return sentences
 
 
-def _gradients(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """r of SAM's and SGD's gradient on one batch as in training: of its size, with batch statistics."""
+def _measured(kind: type[Analysis[Any]], trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
+    """The first figure of an analysis of the first seed's runs, as the paper's figures show one network of each row.
 
-    def measure(job: Job) -> Any:
-        size = job.config.batch_size
-        run = load_run(job.directory, data_dir=trained.data_dir, samples=size, batch_size=size, statistics="batch")
-        return _kept(run, GradientAnalysis(rho=job.config.rho, **trained.recipe.analysis))
-
-    found = {column.label: _measure_rows(trained, column, measure) for column in trained.recipe.columns}
-    drawn = {label: GradientAnalysis.figures("gradients", results)[0] for label, results in found.items()}
-    panels = {label: figure.panels["every weight"] for label, figure in drawn.items()}
-    sentences = [
-        f"{label}, {run.label}: r < 0 for {run.result.every.share_below_zero:.1%} of the weights"
-        for label, results in found.items()
-        for run in results
-    ]
-    sentences.append("r is measured on one training batch at the end of training, with a logarithm to base 10.")
-    return [replace(next(iter(drawn.values())), panels=panels)], sentences
+    r of SAM's and SGD's gradient is that on one batch as in training: of its size, with batch statistics. The other
+    analyses have a panel, with axes of its own, for each row: SGD's eigenvalues can be ten times the others'.
+    """
+    recipe, panels, sentences = trained.recipe, dict[str, Sequence[Series]](), list[str]()
+    for column in recipe.columns:
+        results = []
+        for row, style in _styles(trained).items():
+            job, options = trained.of(row, column).runs[0], recipe.analysis
+            on = {"data_dir": trained.data_dir, "samples": options.pop("samples", job.config.batch_size)}
+            if kind is GradientAnalysis:
+                on |= {"batch_size": job.config.batch_size, "statistics": "batch"}
+                options["rho"] = job.config.rho
+            results.append(LabeledResult(row, _kept(load_run(job.directory, **on), kind(**options)), style))
+            summary = kind.summary(results[-1].result)
+            shown = [f"{name} {cell.text}" for name, cell in zip(summary, cells(*summary.values()), strict=True)]
+            sentences.append(f"{column.label}, {row}: {', '.join(shown)}")
+        figure = kind.figures(kind.files[0], results)[0]
+        if kind is GradientAnalysis:
+            panels[column.label] = figure.panels["every weight"]
+        else:
+            panels |= {series.name: [series] for series in figure.series}
+    return [replace(figure, panels=panels)], sentences
 
 
 def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
@@ -108,32 +114,6 @@ def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     return [figure], ["Shades are 95 % intervals of the mean; dotted lines, at full scale, the paper's numbers."]
 
 
-def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """The training loss on a grid of points x points over [-1, 1]² along filter-normalized random directions."""
-    found = _measure_on_samples(trained, LandscapeAnalysis)
-    sentences = [
-        f"{run.label}: loss {run.result.center_loss:.4g} in the middle, "
-        f"{np.max(run.result.loss, where=np.isfinite(run.result.loss), initial=-np.inf):.4g} at the highest point"
-        for run in found
-    ]
-    return LandscapeAnalysis.figures("landscape-2d", found)[:1], sentences
-
-
-def _hessian(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """The spectral densities, with the largest eigenvalue and its ratio to the fifth.
-
-    Each panel has axes of its own: SGD's eigenvalues can be ten times the others'.
-    """
-    panels: dict[str, list[Series]] = {}
-    for run in _measure_on_samples(trained, HessianAnalysis):
-        spectrum = run.result.eigenvalues
-        title = f"{run.label}: lambda_1 {significant(spectrum.eigenvalues[0])}"
-        title += f", lambda_1 / lambda_5 {significant(spectrum.ratio)}"
-        (figure,) = HessianAnalysis.figures("hessian", [run])
-        panels[title] = figure.series
-    return [replace(figure, title="", panels=panels)], [*panels, "Each panel has its own axes."]
-
-
 def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """Running time against training iterations."""
     (column,), lines = trained.recipe.columns, []
@@ -148,11 +128,11 @@ def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 
 FIGURES: dict[str, Callable[[RecipeRuns], tuple[list[Figure], list[str]]]] = {
-    "gradients": _gradients,
+    "gradients": partial(_measured, GradientAnalysis),
     "curves": _curves,
     "sparsity": _sparsity,
-    "landscape": _landscape,
-    "hessian": _hessian,
+    "landscape": partial(_measured, LandscapeAnalysis),
+    "hessian": partial(_measured, HessianAnalysis),
     "speedup": _speedup,
 }
 
@@ -178,19 +158,6 @@ def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
     """Returns a style for each row."""
     rows, column = trained.recipe.row_labels, trained.recipe.columns[0]
     return dict(zip(rows, assign_styles([trained.recipe.config(row, column).optimizer for row in rows]), strict=True))
-
-
-def _measure_rows(trained: RecipeRuns, column: Column, measure: Callable[[Job], Any]) -> list[LabeledResult[Any]]:
-    """Measure the first seed's run of each row: the paper's figures show one network."""
-    return [
-        LabeledResult(row, measure(trained.of(row, column).runs[0]), style) for row, style in _styles(trained).items()
-    ]
-
-
-def _measure_on_samples(trained: RecipeRuns, make: Callable[..., Analysis[Any]]) -> list[LabeledResult[Any]]:
-    options, (column,) = trained.recipe.analysis, trained.recipe.columns
-    on, analysis = {"samples": options.pop("samples"), "data_dir": trained.data_dir}, make(**options)
-    return _measure_rows(trained, column, lambda job: _kept(load_run(job.directory, **on), analysis))
 
 
 def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:

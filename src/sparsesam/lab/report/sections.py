@@ -26,10 +26,9 @@ from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import unused
 from sparsesam.lab.experiment.variants import mean_curve, results_table
 from sparsesam.lab.inspection import ANALYSES, Analysis, LabeledResult
-from sparsesam.lab.report.labels import differing_settings, show_setting
 from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.tasks import ReportData, RunVariant, Task
+from sparsesam.lab.report.tasks import ReportData, RunVariant, Task, differing_settings, show_setting
 
 _PROVENANCE = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
 #: Measures of each epoch and their names.

@@ -15,12 +15,13 @@ from sparsesam.lab.display import assign_styles, number, plural
 from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
-from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
 from sparsesam.lab.experiment.variants import Costs, Variant, costs_of, grouped
-from sparsesam.lab.report.labels import changed_settings, task_label, unique, variant_label
 from sparsesam.lab.report.read_run import RunRecord, find_runs
 
 RunVariant = Variant[RunRecord]
+#: Settings that define a task, besides data set and model: accuracies are compared only if these agree.
+TASK = ("train_size", "val_size", "test_size", "image_size", "label_noise", "corruption", "corruption_rate")
 
 
 class ReportData:
@@ -166,3 +167,43 @@ class Task:
             sentence += f"{highest}; the difference is not significant."
         few = ", ".join(variant.label for variant in variants if len(variant.accuracies) < MIN_SEEDS)
         return Verdict(f"{sentence} Not ranked, fewer than three seeds: {few}." if few else sentence, chosen)
+
+
+def task_label(config: TrainConfig) -> str:
+    changed = changed_settings(config)
+    return ", ".join([config.dataset, config.model, *(_named(name, changed[name]) for name in TASK if name in changed)])
+
+
+def variant_label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
+    """Returns the optimizer and every non-default setting that is not shared by its other variants."""
+    differing = differing_settings([other for other in others if other.optimizer == config.optimizer])
+    named = [_named(name, value) for name, value in changed_settings(config).items() if name in differing]
+    return ", ".join([OPTIMIZERS[config.optimizer][0], *named])
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """Number repeated names; two sweeps may use the same name."""
+    counts = [names[:place].count(name) for place, name in enumerate(names)]
+    return [f"{name}, {count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
+
+
+def differing_settings(configs: Sequence[TrainConfig]) -> list[str]:
+    """Returns the settings that are not the same in all configs."""
+    return [name for name in DEFAULTS if name != "seed" and len({getattr(config, name) for config in configs}) > 1]
+
+
+def changed_settings(config: TrainConfig) -> dict[str, Any]:
+    """Returns the settings that are not at their defaults."""
+    settings = {name: getattr(config, name) for name in DEFAULTS if name != "seed"}
+    return {name: value for name, value in settings.items() if value != DEFAULTS[name]}
+
+
+def show_setting(value: Any) -> str:
+    """Format a setting's value briefly."""
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(show_setting, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _named(name: str, value: Any) -> str:
+    return f"{name.replace('_', ' ')} {show_setting(value)}"
