@@ -20,7 +20,7 @@ DRAWN = [
 ]
 NUMBERS = {
     "grad-diff": "small-cnn, digits, SGD: r < 0, every weight",
-    "hessian": "SSAM-D: eigenvalues",
+    "hessian": "SSAM-D: lambda_1",
     "vis-landscape": "SSAM-F: loss at the weights",
     "sparsity-acc": "Shades are 95 % intervals",
     "speedup": "The time of the steps themselves",

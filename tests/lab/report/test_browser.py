@@ -134,7 +134,7 @@ MARKS = {
 
 def test_every_figure_is_drawn(drawn, runs):
     figures = [figure for section in build_report([runs])[1] for figure in section.figures]
-    assert len(figures) > 20
+    assert len(figures) > 15
     for figure in figures:
         marks = drawn.locator(f"#figure-{figure.name}").locator(MARKS[figure.kind])
         assert marks.count() > 0, figure.name

@@ -8,17 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from sparsesam.lab.display import (
-    Cell,
-    Number,
-    Series,
-    SeriesStyle,
-    Table,
-    number_cell,
-    percent,
-    ratio,
-    table_of_rows,
-)
+from sparsesam.lab.display import Cell, Number, Series, SeriesStyle, Table, number_cell, percent, ratio, table_of_rows
 from sparsesam.lab.experiment.confidence import confidence_interval, half_width
 from sparsesam.lab.experiment.config import TrainConfig
 

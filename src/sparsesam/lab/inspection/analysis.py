@@ -114,10 +114,10 @@ class Analysis(ABC, Generic[ResultT]):
 
     @classmethod
     def notes(cls, results: Sequence[LabeledResult[ResultT]]) -> list[str]:
-        """Returns each note once, with the runs it applies to."""
-        pairs = dict.fromkeys((note, run.label) for run in results for note in run.result.remarks())
-        notes = grouped(pairs, lambda pair: pair[0])
-        return [f"{', '.join(label for _, label in found)}: {note}" for note, found in notes.items()]
+        """Returns each note once, with the runs it applies to unless it applies to all."""
+        pairs = [(note, run.label) for run in results for note in run.result.remarks()]
+        labels = {note: [label for _, label in found] for note, found in grouped(pairs, lambda pair: pair[0]).items()}
+        return [note if len(of) == len(results) else f"{', '.join(of)}: {note}" for note, of in labels.items()]
 
 
 @dataclass(frozen=True)

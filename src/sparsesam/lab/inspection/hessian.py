@@ -19,7 +19,7 @@ from sparsesam.analysis import (
     hessian_trace,
     spectral_density,
 )
-from sparsesam.lab.display import Axis, Figure, significant
+from sparsesam.lab.display import Axis, Figure
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, LayerAnalysis, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
@@ -70,7 +70,7 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
     def summary(cls, result: HessianResult) -> Summary:
         spectrum, trace, density = result.eigenvalues, result.trace, result.density
         return {
-            "eigenvalues": ", ".join(map(significant, spectrum.eigenvalues)),
+            "lambda_1": spectrum.eigenvalues[0],
             "lambda_1 / lambda_5": spectrum.ratio,
             "trace": trace.trace,
             "standard error": trace.standard_error,

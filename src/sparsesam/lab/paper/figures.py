@@ -15,15 +15,7 @@ import numpy as np
 import torch
 
 from sparsesam.lab.data import Splits, corrupt, load_dataset
-from sparsesam.lab.display import (
-    Axis,
-    Figure,
-    Series,
-    SeriesStyle,
-    assign_styles,
-    write_images,
-    write_plot,
-)
+from sparsesam.lab.display import Axis, Figure, Series, SeriesStyle, assign_styles, cells, write_images, write_plot
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from sparsesam.lab.experiment.variants import grouped, mean_curve
