@@ -208,7 +208,7 @@ def test_interrupted_landscape_resumes(runs, monkeypatch, capsys):
     [
         ("", "ANALYSIS"),
         ("hessian", "RUN"),
-        ("landscap SGD", "sparsesam analyze: unknown analysis 'landscap'; did you mean landscape?"),
+        ("landscap SGD", "sparsesam analyze: argument ANALYSIS: invalid choice: 'landscap' (choose from"),
         ("landscape SGD --point 3", "sparsesam analyze landscape: unknown option 'point'; did you mean points"),
         ("landscape SGD --between", "--between needs two runs, got 1"),
         ("hessian SGD EMPTY", "EMPTY has no run"),

@@ -104,6 +104,7 @@ def test_unknown_name_suggests_nearest():
         ("rho-imagenet", "rho", 0.5),
         ("rho-imagenet", "optimizer", "sgd"),  # which does not use what the rows vary
         ("resnet_cifar", "model", "small-cnn"),
+        ("label-noise", "label_noise", 0.5),
         ("label-noise", "optimizer", "sam"),
         ("ablation-update-mask", "mask_steps", 2),
         ("mask-strategy", "seed", 1),

@@ -49,11 +49,6 @@ class Parser(ArgumentParser):
             self.error(f"unexpected argument {unknown[0]!r}; --help shows the usage")
         return found, unknown
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Suggest similar names for an unknown subcommand; argparse would list all of them."""
-        if action.choices is not None and value not in action.choices:
-            self.error(unknown_name(action.dest, value, action.choices))
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 

@@ -24,17 +24,12 @@ def numbers(values: Iterable[Any]) -> list[Number]:
     return [number(value) for value in values]
 
 
-def significant(value: Number, digits: int = 3) -> str:
-    """Format with ``digits`` significant digits, no trailing zeros; whole numbers in full with thousands separators."""
+def significant(value: Number) -> str:
+    """Format with three significant digits; whole and large numbers in full, with thousands separators."""
     if (value := number(value)) is None:
         return MISSING
-    if value.is_integer() and abs(value) < 1e15:
-        return f"{value:,.0f}"
-    exponent = math.floor(math.log10(abs(value)))
-    if exponent < -4 or exponent > 8:
-        mantissa, power = f"{value:.{digits - 1}e}".split("e")
-        return f"{_trimmed(mantissa)}e{int(power)}"
-    return _trimmed(f"{value:,.{max(0, digits - 1 - exponent)}f}")
+    is_whole = value.is_integer() and abs(value) < 1e15
+    return f"{value:,.0f}" if is_whole or 1e3 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def percent(share: Number, error: Number = None) -> str:
@@ -53,7 +48,3 @@ def ratio(value: Number) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _trimmed(text: str) -> str:
-    return text.rstrip("0").rstrip(".") if "." in text else text

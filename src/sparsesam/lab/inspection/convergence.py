@@ -143,7 +143,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
                 bars = None if np.isnan(found.deviation).any() else list(zip(*ends, strict=True))
                 # The printed bound can be 0 or less at T = 1, which a logarithmic axis cannot show.
                 printed = np.where(found.bound > 0, found.bound, np.nan)
-                panels[method if len(results) == 1 else f"{method}, {directory.label}"] = [
+                panels[f"{method}, {directory.label}"] = [
                     SeriesStyle("blue").series(f"measured, {method}", found.T, found.measured, bars=bars),
                     SeriesStyle("orange").series("bound, log T", found.T, printed),
                     SeriesStyle("green").series("bound, Σ 1/t", found.T, found.bound_harmonic),

@@ -44,13 +44,7 @@ class EvalSettings(Machine):
 
 
 def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -> TrainedRun:
-    """Load the run in a directory, optionally with ``weights`` from a file; ``options`` are fields of `EvalSettings`.
-
-        run = load_run("runs/a", samples=256)
-        hessian_eigenvalues(run.objective).ratio
-
-    ``run.masks`` are the masks in use at the checkpoint.
-    """
+    """Load the run in a directory, optionally with other ``weights``; ``options`` are fields of `EvalSettings`."""
     directory = RunDirectory.existing(Path(path))
     return TrainedRun(directory.path, EvalSettings(**options), weights)
 

@@ -142,15 +142,17 @@ class Recipe:
         return [self.config(row, column) for row, column in self.cells]
 
     def check_overrides(self) -> None:
-        """Raise ValueError if one run would appear in several cells, for example because rows vary a setting."""
+        """Raise ValueError if a cell would not show what its row and column say, because they vary a setting."""
         check_names(self.overrides, DEFAULTS)
         if "seed" in self.overrides:
             raise ValueError("--set must not change seed; use --seeds for the number of seeds")
-        own, changed = ({config.content_hash for config in recipe.configs} for recipe in (self.at(self.scale), self))
-        if len(changed) < len(own):
+        own = self.at(self.scale).configs
+        varied = {name for name in self.overrides if len({getattr(config, name) for config in own}) > 1}
+        varied -= self.sgd_settings
+        if varied or len({config.content_hash for config in self.configs}) < len({run.content_hash for run in own}):
             raise ValueError(
-                f"--set must not change {', '.join(self.overrides)}: several cells of {self.label} would show the same "
-                "run; use `sparsesam train` for single runs"
+                f"--set must not change {', '.join(sorted(varied) or self.overrides)}: the runs of {self.label} differ "
+                "in it, or in a setting that it disables; use `sparsesam train` for single runs"
             )
 
     def sweep(self, seeds: Sequence[int]) -> Sweep:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparsesam.lab.display import assign_styles, number, plural
+from sparsesam.lab.display import assign_styles, plural
 from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
@@ -79,7 +79,7 @@ def read_sweep_file(folder: Path) -> tuple[str, list[str]] | None:
 
 
 def group_variants(runs: Iterable[tuple[TrainConfig, RunRecord]], places: Mapping[str, int]) -> list[RunVariant]:
-    """Returns the variants with unique labels and styles.
+    """Returns the variants with unique labels and styles, and one run per seed, preferably finished and analyzed.
 
     The order is that of ``places``, by ``content_hash``: the sweep's. Others follow: plain steps, SAM, SSAM; defaults
     before other settings.
@@ -87,29 +87,19 @@ def group_variants(runs: Iterable[tuple[TrainConfig, RunRecord]], places: Mappin
     groups = grouped(runs, lambda pair: pair[0].variant)
 
     def order(config: TrainConfig) -> tuple[Any, ...]:
-        changed = changed_settings(config)
-        values = [(name, number(value) or 0.0, str(value)) for name, value in changed.items()]
-        place = places.get(config.content_hash, len(places))
-        return place, list(OPTIMIZERS).index(config.optimizer), len(changed), values
+        place, changed = places.get(config.content_hash, len(places)), changed_settings(config)
+        return place, list(OPTIMIZERS).index(config.optimizer), len(changed), str(changed)
 
-    ordered = sorted(groups, key=order)
-    members = [[run for _, run in groups[config]] for config in ordered]
-    given = [{run.name for run in runs} - {""} for runs in members]  # by a sweep or --name
-    labels = [
-        names.pop() if len(names) == 1 else variant_label(config, ordered)
-        for names, config in zip(given, ordered, strict=True)
-    ]
-    styles = assign_styles([config.optimizer for config in ordered])
-    return [
-        Variant(label, config, _one_per_seed(runs), style)
-        for label, config, runs, style in zip(unique(labels), ordered, members, styles, strict=True)
-    ]
-
-
-def _one_per_seed(members: Sequence[RunRecord]) -> list[RunRecord]:
-    """Returns one run per seed, preferably finished, then with the most analyses."""
-    preferred = sorted(members, key=lambda run: (run.status != "finished", -len(run.analyses)))
-    return [runs[0] for runs in grouped(preferred, lambda run: run.seed).values()]
+    ordered, labels, variants = sorted(groups, key=order), list[str](), []
+    for config, style in zip(ordered, assign_styles([config.optimizer for config in ordered]), strict=True):
+        members = sorted((run for _, run in groups[config]), key=lambda run: (not run.result, -len(run.analyses)))
+        names = {run.name for run in members} - {""}  # by a sweep or --name
+        labels.append(names.pop() if len(names) == 1 else variant_label(config, ordered))
+        count = labels.count(labels[-1])  # two sweeps may use the same name
+        label = labels[-1] if count == 1 else f"{labels[-1]}, {count}"
+        by_seed = grouped(members, lambda run: run.seed)
+        variants.append(Variant(label, config, [same[0] for same in by_seed.values()], style))
+    return variants
 
 
 class Verdict(NamedTuple):
@@ -179,12 +169,6 @@ def variant_label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     differing = differing_settings([other for other in others if other.optimizer == config.optimizer])
     named = [_named(name, value) for name, value in changed_settings(config).items() if name in differing]
     return ", ".join([OPTIMIZERS[config.optimizer][0], *named])
-
-
-def unique(names: Sequence[str]) -> list[str]:
-    """Number repeated names; two sweeps may use the same name."""
-    counts = [names[:place].count(name) for place, name in enumerate(names)]
-    return [f"{name}, {count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
 
 
 def differing_settings(configs: Sequence[TrainConfig]) -> list[str]:
