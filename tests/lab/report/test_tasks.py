@@ -55,7 +55,7 @@ def test_cheapest_that_does_not_differ_from_best_is_chosen(tmp_path, accuracies,
 
 
 def test_fewer_than_three_seeds_give_no_verdict(tmp_path):
-    assert verdict(tmp_path / "one variant", {"sam": [0.90, 0.92]}) is None
+    assert verdict(tmp_path / "one variant", {"sam": [0.90, 0.92]}) == ("", None)
     found = verdict(tmp_path, {"sgd": [0.80, 0.81], "sam": [0.90, 0.92]})
     assert found.chosen is None
     assert found.sentence.startswith("No ranking: it takes two variants with at least three finished seeds")

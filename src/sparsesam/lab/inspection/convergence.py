@@ -120,8 +120,9 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
         measured, late = means.mean(axis=0), len(T) // 2
         deviation = means.std(axis=0, ddof=1) if self.runs > 1 else np.full(len(T), np.nan)
         slope = float(np.polyfit(np.log(T[late:]), np.log(measured[late:]), 1)[0]) if len(T) > 2 else math.nan
-        constants = float(constant[-1]), log_constant
-        return Convergence(T.astype(np.float64), measured, deviation, bound, harmonic, *constants, slope)
+        return Convergence(
+            T.astype(float), measured, deviation, bound, harmonic, float(constant[-1]), log_constant, slope
+        )
 
     @classmethod
     def summary(cls, result: ConvergenceResult) -> Summary:
@@ -141,8 +142,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
             for method, found in directory.result.methods.items():
                 ends = (found.measured - found.deviation).tolist(), (found.measured + found.deviation).tolist()
                 bars = None if np.isnan(found.deviation).any() else list(zip(*ends, strict=True))
-                # The printed bound can be 0 or less at T = 1, which a logarithmic axis cannot show.
-                printed = np.where(found.bound > 0, found.bound, np.nan)
+                printed = np.where(found.bound > 0, found.bound, np.nan)  # it can be 0 or less at T = 1
                 panels[f"{method}, {directory.label}"] = [
                     SeriesStyle("blue").series(f"measured, {method}", found.T, found.measured, bars=bars),
                     SeriesStyle("orange").series("bound, log T", found.T, printed),

@@ -41,22 +41,21 @@ _CURVES = {
 
 
 def results_part(task: Task) -> Part:
-    costs, chosen = task.costs, task.verdict and task.verdict.chosen
+    costs, chosen = task.costs, task.verdict.chosen
     ring = " The ring marks the cheapest variant not significantly different from the best." if chosen else ""
     words = {"time": "time of a run", "passes": "forward-backward passes"}[costs.measure]
     points = [point for variant in task.variants for point in _point(variant, costs.values[variant], chosen)]
     caption = f"{costs.explanation} Up and to the left is better.{ring}"
     figure = _against("cost", f"{words} / {costs.reference}’s", caption, points)
     blocks: list[Table | Figure] = [figure, results_table(task.variants, costs), _settings(task)]
-    return Part("", blocks, task.verdict.sentence if task.verdict else "")
+    return Part("", blocks, task.verdict.sentence)
 
 
 def _against(name: str, axis: str, caption: str, points: Sequence[Series], levels: Sequence[Series] = ()) -> Figure:
     """Returns the figure of test accuracies against something; ``levels`` are reference lines."""
-    points = side_by_side(points)
-    moved = " Points that would hide each other are drawn side by side." if any(point.shift for point in points) else ""
-    x, y, panels = Axis(axis), Axis("test accuracy (%)"), {"": [*levels, *points]}
-    return Figure(f"accuracy-against-{name}", f"Test accuracy against {name}", caption + moved, x, y, panels, "points")
+    caption = f"{caption} Points that would hide each other are drawn side by side."
+    x, y, panels = Axis(axis), Axis("test accuracy (%)"), {"": [*levels, *side_by_side(points)]}
+    return Figure(f"accuracy-against-{name}", f"Test accuracy against {name}", caption, x, y, panels, "points")
 
 
 def _point(variant: RunVariant, place: Number, chosen: RunVariant | None = None) -> list[Series]:

@@ -103,7 +103,7 @@ def group_variants(runs: Iterable[tuple[TrainConfig, RunRecord]], places: Mappin
 
 
 class Verdict(NamedTuple):
-    """``chosen`` is None if the ``sentence`` says why there is no ranking."""
+    """``chosen`` is None if there is no ranking; the ``sentence`` says why."""
 
     sentence: str
     chosen: RunVariant | None = None
@@ -136,13 +136,13 @@ class Task:
         return costs_of(self.variants, self.calibrations)
 
     @cached_property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Verdict:
         """The cheapest variant whose accuracy does not differ significantly from the highest mean; of equally cheap
-        ones, the most accurate. None for a single variant.
+        ones, the most accurate. Empty for a single variant.
         """
         variants = [variant for variant in self.variants if variant.accuracy is not None]
         if len(variants) < 2:
-            return None
+            return Verdict("")
         ranking, costs = rank({variant: variant.accuracies for variant in variants}), self.costs
         if ranking is None:
             reason = "it takes two variants with at least three finished seeds; with fewer, a difference may be chance"
