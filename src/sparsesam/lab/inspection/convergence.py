@@ -120,9 +120,8 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
         measured, late = means.mean(axis=0), len(T) // 2
         deviation = means.std(axis=0, ddof=1) if self.runs > 1 else np.full(len(T), np.nan)
         slope = float(np.polyfit(np.log(T[late:]), np.log(measured[late:]), 1)[0]) if len(T) > 2 else math.nan
-        return Convergence(
-            T.astype(float), measured, deviation, bound, harmonic, float(constant[-1]), log_constant, slope
-        )
+        constants = float(constant[-1]), log_constant
+        return Convergence(T.astype(np.float64), measured, deviation, bound, harmonic, *constants, slope)
 
     @classmethod
     def summary(cls, result: ConvergenceResult) -> Summary:

@@ -51,8 +51,9 @@ class Section:
 
 def render(sections: Sequence[Section], **texts: Any) -> str:
     """Render the whole page as HTML; ``texts`` are the other variables of page.html."""
-    loader, trimmed = PackageLoader("sparsesam.lab.report", "assets"), {"trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **trimmed)
+    assets = PackageLoader("sparsesam.lab.report", "assets")
+    environment = Environment(loader=assets, autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     # Long paths break after a slash, but not within a word, such as a hash.
     environment.filters["breakable"] = lambda text: Markup(str(escape(text)).replace("/", "/<wbr>"))
     environment.tests["table"] = lambda block: isinstance(block, Table)
