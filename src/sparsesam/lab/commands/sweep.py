@@ -106,6 +106,8 @@ def execute(
         with Live(get_renderable=view, console=console, refresh_per_second=1, redirect_stderr=False):
             start([job for job in jobs if job not in timed], environment, workers=workers)
             start(timed, replace(environment, record_times=True), workers=1)
+        if not console.is_terminal:
+            console.line()  # after the table, which ends without one in a log
     except KeyboardInterrupt:
         done = sum(job.is_finished for job in jobs)
         raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; run the same command to continue") from None
