@@ -14,14 +14,11 @@ def cache(tmp_path, monkeypatch):
 
 
 class Server(ThreadingHTTPServer):
-    """``files`` by path; the first ``interruptions`` answers stop half-way; ``requests`` keeps the paths, ``ranges``
-    the requested parts.
-    """
+    """``files`` by path; the first ``interruptions`` answers stop half-way; ``requests`` keeps the paths."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.interruptions, self.has_ranges = {}, 0, True
-        self.requests, self.ranges = [], []
+        self.files, self.interruptions, self.requests = {}, 0, []
 
     def url(self, name):
         return f"http://127.0.0.1:{self.server_port}/{name}"
@@ -33,13 +30,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.server.files.get(self.path.lstrip("/"))
         if body is None:
             return self.send_error(404)
-        wanted = self.headers.get("Range")
-        self.server.ranges.append(wanted)
-        start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and self.server.has_ranges else 0
-        if start >= len(body):
-            return self.send_error(416)
-        body = body[start:]
-        self.send_response(206 if start else 200)
+        self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.server.interruptions:

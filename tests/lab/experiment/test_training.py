@@ -131,9 +131,9 @@ def test_more_epochs_extend_finished_run(tmp_path):
     train(tmp_path, epochs=2)
     assert train(tmp_path, resume=True, epochs=3).epochs == 3
     kinds = [record["kind"] for record in read_records(tmp_path / "records.jsonl")]
-    assert kinds == ["run", "epoch", "epoch", "extend", "epoch", "result"]
+    assert kinds == ["run", "epoch", "epoch", "resume", "epoch", "result"]
     extended = read_records(tmp_path / "records.jsonl")[3]
-    assert (extended["epochs_before"], extended["config"]["epochs"], extended["step"]) == (2, 3, 10)
+    assert (extended["config"]["epochs"], extended["step"]) == (3, 10)
 
 
 def test_run_keeps_its_name(tmp_path, monkeypatch):

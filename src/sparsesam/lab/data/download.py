@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
 import os
 import shutil
 import tarfile
 import tempfile
-import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.data.splits import DataError
+
+#: Attempts after the first.
+RETRIES = 2
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ def cache_dir() -> Path:
     return user_cache_path("sparsesam", appauthor=False)
 
 
-def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool = False, attempts: int = 3) -> Path:
+def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool = False) -> Path:
     """Returns the path of ``remote`` in ``folder``; downloads it unless it exists with the right checksum.
 
-    The file gets its name only when it is complete and its checksum is right; an interrupted download continues where
-    it stopped. Without ``download`` a file with another checksum raises DataError.
+    The file gets its name only when it is complete and its checksum is right. Without ``download`` a file with another
+    checksum raises DataError.
     """
     with required_by("a download", "'sparsesam[data]'"):
         import pooch
@@ -63,56 +62,18 @@ def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool
             )
         return path
     pooch.get_logger().setLevel(logging.WARNING)
-    store = pooch.create(
-        path=folder,
-        base_url="",
-        registry={remote.name: f"md5:{remote.md5}"},
-        urls={remote.name: remote.url},
-        retry_if_failed=attempts - 1,
-    )
-    resume = partial(_resume, part=path.with_name(f"{path.name}.part"), progress=progress)
+    known, urls = {remote.name: f"md5:{remote.md5}"}, {remote.name: remote.url}
+    store = pooch.create(path=folder, base_url="", registry=known, urls=urls, retry_if_failed=RETRIES)
     try:
-        return Path(store.fetch(remote.name, downloader=resume))
+        return Path(store.fetch(remote.name, downloader=pooch.HTTPDownloader(progressbar=progress)))
     except (requests.RequestException, ValueError) as error:  # a ValueError is a wrong checksum
         raise DownloadError(f"cannot download {remote.url}: {error}") from error
 
 
-def _resume(url: str, output_file: str, pooch: object, *, part: Path, progress: bool) -> None:
-    """A resuming downloader for pooch, which has none; received bytes are kept in ``part``."""
-    import requests
-    from tqdm import tqdm
-
-    received = part.stat().st_size if part.exists() else 0
-    # Compressed transfers have no byte positions to resume from.
-    headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={received}-"} if received else {})}
-    with requests.get(url, headers=headers, stream=True, timeout=30) as response:
-        if response.status_code == requests.codes.requested_range_not_satisfiable:
-            part.unlink()  # not the start of this file
-        response.raise_for_status()
-        if response.status_code != requests.codes.partial_content:
-            received = 0
-        total = received + int(response.headers.get("Content-Length", 0)) or None
-        bar = tqdm(total=total, initial=received, unit="B", unit_scale=True, disable=not progress)
-        with part.open("ab" if received else "wb") as file, bar:
-            for chunk in response.iter_content(2**16):
-                file.write(chunk)
-                bar.update(len(chunk))
-    part.replace(output_file)
-
-
-def unpack(archive: Path, folder: Path, names: Iterable[str]) -> None:
-    """Replace the folder by the named files of the archive's folder of that name; nothing else is written."""
-    wanted = {f"{folder.name}/{name}" for name in names}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as place:
-        complete = Path(place, folder.name)
-        complete.mkdir()
-        try:
-            with tarfile.open(archive) as tar:
-                for member in tar:
-                    if member.name in wanted and (file := tar.extractfile(member)) is not None:
-                        complete.joinpath(Path(member.name).name).write_bytes(file.read())
-        except (EOFError, KeyError, gzip.BadGzipFile, tarfile.TarError, zlib.error) as error:
-            raise DataError(f"{archive}: expected a complete archive of files and folders, found {error}") from error
+def unpack(archive: Path, folder: Path) -> None:
+    """Replace the folder by the archive's folder of that name; the archive's checksum must have been verified."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        with tarfile.open(archive) as tar:
+            tar.extractall(place, filter="data")
         shutil.rmtree(folder, ignore_errors=True)
-        complete.replace(folder)
+        Path(place, folder.name).replace(folder)

@@ -182,10 +182,6 @@ class TrainConfig:
         check_settings(self)
         if self.lr_schedule == "step" and not self.lr_milestones:
             raise ValueError("lr_milestones must be given with lr_schedule step, for example [60, 120, 160], got none")
-        if list(self.lr_milestones) != sorted(set(self.lr_milestones)):
-            raise ValueError(
-                f"lr_milestones must be epochs in increasing order, got {list(self.lr_milestones)}; sort them"
-            )
         if self.batch_size < self.accumulate:
             raise ValueError(f"accumulate must be at most batch_size, {self.batch_size}, got {self.accumulate}")
         if self.optimizer == "ssam" and (self.layers is None) == (self.budget is None):
@@ -213,11 +209,9 @@ class TrainConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the optimizer takes plain steps, without a perturbation."""
         return self.optimizer in PLAIN
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Returns the number of steps of the whole run."""
         whole = self.epochs * steps_per_epoch
         return min(whole, self.max_steps or whole)
 
@@ -296,9 +290,7 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.f
 
 
 def unused(config: TrainConfig) -> dict[str, str]:
-    """Returns the settings that do not affect a run, and what would use them: two runs that differ only in these are
-    the same run.
-    """
+    """Returns the settings that do not affect a run, and what would use them."""
     rules = {field.name: field.metadata["used"] for field in dataclasses.fields(TrainConfig)}
     return {name: rule.words for name, rule in rules.items() if rule is not None and not rule.holds(config)}
 
@@ -319,16 +311,17 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**({"optimizer": "ssam"} if implied else {}), **given}
 
 
-def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironment]:
-    """Build both kinds of settings from one mapping, as in a run's ``config.yaml``."""
-    environment = {name: value for name, value in values.items() if name in names_of(RunEnvironment)}
-    rest = {name: value for name, value in values.items() if name not in environment}
-    check_names(rest, (*DEFAULTS, *names_of(RunEnvironment)))
-    return TrainConfig(**rest), RunEnvironment(**environment)
-
-
 def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
+
+
+def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironment]:
+    """Build both kinds of settings from one mapping, as in a run's ``config.yaml``."""
+    check_names(values, (*DEFAULTS, *names_of(RunEnvironment)))
+    config, environment = (
+        {name: values[name] for name in names_of(kind) if name in values} for kind in (TrainConfig, RunEnvironment)
+    )
+    return TrainConfig(**config), RunEnvironment(**environment)
 
 
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
