@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from sparsesam.lab.data import Augment, load_dataset, standard_augmentation
-from sparsesam.lab.data.augment import crop_and_flip, cut_out_, denormalize, mixup, normalize
+from sparsesam.lab.data.augment import denormalize, mixup, normalize
 from tests.lab.data.files import generator
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -10,10 +10,6 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 def batch():
     return torch.randint(0, 256, (16, 3, 12, 10), generator=generator(), dtype=torch.uint8)
-
-
-def draws(low, high, count=16, seed=1):
-    return torch.randint(low, high, (count,), generator=generator(seed))
 
 
 def one_crop_and_flip(image, top, left, flip, padding):
@@ -31,24 +27,6 @@ def one_cut_out(image, top, left, chosen, size):
     return image
 
 
-@pytest.mark.parametrize("padding", [0, 1, 4])
-@pytest.mark.parametrize("is_mirrored", [False, True])
-def test_crop_and_flip_equals_loop_over_images(padding, is_mirrored):
-    images, tops, lefts = batch(), draws(0, 2 * padding + 1), draws(0, 2 * padding + 1, seed=2)
-    flips = draws(0, 2, seed=3).bool() if is_mirrored else None
-    each = zip(images, tops, lefts, [False] * 16 if flips is None else flips, strict=True)
-    expected = [one_crop_and_flip(*image_and_draws, padding) for image_and_draws in each]
-    assert torch.equal(crop_and_flip(images, tops, lefts, flips, padding=padding), torch.stack(expected))
-
-
-@pytest.mark.parametrize("size", [1, 4, 7, 16])
-def test_cutout_equals_loop_over_images(size):
-    images = batch().float() + 1
-    tops, lefts, chosen = draws(1 - size, 12), draws(1 - size, 10, seed=2), draws(0, 2, seed=3).bool()
-    expected = [one_cut_out(*each, size) for each in zip(images, tops, lefts, chosen, strict=True)]
-    assert torch.equal(cut_out_(images.clone(), tops, lefts, chosen, size=size), torch.stack(expected))
-
-
 def test_normalization_equals_its_equation_and_is_inverted():
     images = batch()
     mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (MEAN, STD))
@@ -56,19 +34,22 @@ def test_normalization_equals_its_equation_and_is_inverted():
     assert torch.equal(denormalize(normalize(images, MEAN, STD), MEAN, STD), images)
 
 
-def test_pipeline_equals_loop_over_images_with_same_draws():
-    images = batch()
-    augment = Augment(MEAN, STD, padding=2, flip=True, cutout=6)
-    draw = generator(5)
-    tops, lefts = (torch.randint(0, 5, (16,), generator=draw) for _ in range(2))
-    flips = torch.rand(16, generator=draw) < 0.5
-    cut_tops, cut_lefts = torch.randint(-3, 9, (16,), generator=draw), torch.randint(-3, 7, (16,), generator=draw)
-    chosen = torch.rand(16, generator=draw) < 0.5
-    expected = []
-    for i in range(16):
-        seen = normalize(one_crop_and_flip(images[i], tops[i], lefts[i], flips[i], 2)[None], MEAN, STD)[0]
-        expected.append(one_cut_out(seen, cut_tops[i], cut_lefts[i], chosen[i], 6))
-    assert torch.equal(augment(images, generator(5)), torch.stack(expected))
+@pytest.mark.parametrize("padding", [0, 1, 4])
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("cutout", [0, 1, 6, 16])
+def test_augmentation_equals_loop_over_images_with_same_draws(padding, flip, cutout):
+    images, draw, half = batch(), generator(5), cutout // 2
+    starts, flips = torch.zeros(16, 4, dtype=torch.long), torch.zeros(16)
+    if padding or flip:
+        starts[:, :2] = torch.stack([torch.randint(0, 2 * padding + 1, (16,), generator=draw) for _ in range(2)], 1)
+        flips = torch.rand(16, generator=draw) < 0.5 if flip else flips
+    seen = [one_crop_and_flip(*case, padding) for case in zip(images, *starts[:, :2].T, flips, strict=True)]
+    seen = normalize(torch.stack(seen), MEAN, STD)
+    if cutout:
+        starts[:, 2:] = torch.stack([torch.randint(-half, side - half, (16,), generator=draw) for side in (12, 10)], 1)
+        chosen = torch.rand(16, generator=draw) < 0.5
+        seen = torch.stack([one_cut_out(*case, cutout) for case in zip(seen, *starts[:, 2:].T, chosen, strict=True)])
+    assert torch.equal(Augment(MEAN, STD, padding, flip, cutout)(images, generator(5)), seen)
 
 
 def test_images_and_global_generator_are_unchanged():

@@ -95,7 +95,7 @@ def test_missing_file_lists_available_ones(tmp_path):
     written(tmp_path)
     with pytest.raises(ValueError, match=r"swep\.yaml: does not exist.*did you mean .*sweep\.yaml"):
         read_sweep(tmp_path / "swep.yaml", overrides={}, seeds=None)
-    with pytest.raises(ValueError, match=r"nofile\.yaml: does not exist.*\(demo\)$"):
+    with pytest.raises(ValueError, match=r"nofile\.yaml: does not exist; pass a YAML file or demo"):
         read_sweep(tmp_path / "elsewhere" / "nofile.yaml", overrides={}, seeds=None)
 
 

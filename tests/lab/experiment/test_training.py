@@ -12,7 +12,7 @@ from sparsesam.lab.data import load_dataset
 from sparsesam.lab.experiment import checkpoint, read_records, run
 from sparsesam.lab.experiment.batches import Batch, Batches
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
+from sparsesam.lab.experiment.optimizers import lr_factor
 from sparsesam.lab.experiment.result import read_epochs
 from sparsesam.lab.experiment.training import loss_and_accuracy
 from tests.lab.experiment.runs import SHORT, state, train
@@ -98,12 +98,6 @@ def test_warm_up_starts_at_first_rate_and_cosine_ends_at_final(settings, factors
     config = TrainConfig(warmup_epochs=1, epochs=3, **settings)
     assert [lr_factor(config, step, 4) for step in (0, 1, 2, 3, 4, 8)] == pytest.approx(factors)
     assert lr_factor(config, 12, 4) == pytest.approx(config.lr_final)
-
-
-def test_adam_has_requested_epsilon():
-    model = nn.Linear(2, 2)
-    made = make_optimizer(replace(SHORT, optimizer="adam", eps=0.5), model, fisher_data=[], steps_per_epoch=1)
-    assert made.param_groups[0]["eps"] == 0.5
 
 
 def test_top_5_accuracy_counts_labels_among_five_largest_scores(tmp_path):

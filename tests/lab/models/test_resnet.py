@@ -16,14 +16,12 @@ def test_stem_keeps_resolution_of_small_images_only():
         assert resnet18(image_size=224)[:4](torch.empty(1, 3, 224, 224)).shape == (1, 64, 56, 56)
 
 
-def test_submodules_have_usual_names():
-    parts = {name.partition(".")[0] for name, _ in resnet18().named_parameters()}
-    assert parts == {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
-
-
-def test_convolutions_use_he_initialization():
+def test_submodules_have_usual_names_and_convolutions_he_initialization():
     torch.manual_seed(0)
-    weight = resnet18().layer4[1].conv2.weight
+    model = resnet18()
+    parts = {name.partition(".")[0] for name, _ in model.named_parameters()}
+    assert parts == {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
+    weight = model.layer4[1].conv2.weight
     assert abs(weight.std().item() / (2 / (512 * 9)) ** 0.5 - 1) < 0.01
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -88,7 +87,7 @@ class Job:
     def failure(self) -> str | None:
         """The error of the last attempt, if it failed."""
         content = read_json(self.files.failure)
-        return None if content is None else str(content.get("error", "no reason was recorded"))
+        return None if content is None else str(content["error"])
 
     @property
     def result(self) -> RunResult | None:
@@ -157,19 +156,13 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _read(file: str | Path) -> tuple[str, str]:
-    given = Path(file)
+    given, included = Path(file), resources.files("sparsesam.lab.experiment") / "sweeps" / f"{file}.yaml"
     if given.is_file():
         return given.read_text(encoding="utf-8"), given.stem
-    files = (resources.files("sparsesam.lab.experiment") / "sweeps").iterdir()
-    packaged = {path.name.removesuffix(".yaml"): path for path in files if path.name.endswith(".yaml")}
-    if str(file) in packaged:
-        return packaged[str(file)].read_text(), str(file)
-    folder = given.parent if given.parent.is_dir() else Path()
-    found = sorted(map(str, folder.glob("*.yaml")))
-    raise ValueError(
-        f"does not exist; pass a YAML file or a sweep included in sparsesam ({', '.join(packaged)})"
-        f"{suggestion(str(file), [*found, *packaged])}"
-    )
+    if included.is_file():
+        return included.read_text(encoding="utf-8"), str(file)
+    found = suggestion(str(file), [*map(str, given.parent.glob("*.yaml")), "demo"])
+    raise ValueError(f"does not exist; pass a YAML file or demo, the sweep included in sparsesam{found}")
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -234,17 +227,17 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
 def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
     """Yield a GPU that no other run of the sweep uses, as a ``devices`` string; the lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
-    while True:
-        for number in range(count):
-            lock = FileLock(folder / f"gpu-{number}.lock")
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                continue
-            with lock:
-                yield f"{number},"
+    for number in itertools.cycle(range(count)):
+        lock = FileLock(folder / f"gpu-{number}.lock")
+        try:
+            lock.acquire(timeout=1.0)
+        except Timeout:
+            continue
+        try:
+            yield f"{number},"
             return
-        time.sleep(1.0)
+        finally:
+            lock.release()
 
 
 def _in_processes(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: int) -> Iterator[_Ended]:
