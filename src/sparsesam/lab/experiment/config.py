@@ -84,7 +84,7 @@ class TrainConfig:
         "shorter-side", "the side, or both, of test images from folders resized to 256 / 224 of image_size"
     )
     augment: Literal["standard", "no-cutout", "none"] = option(
-        "standard", "crop, flip and cutout as in the paper; its noise experiments use no-cutout"
+        "standard", "standard: the paper's crop, flip and cutout"
     )
     mixup: NonNegativeFloat = option(0.0, "alpha of mixup's Beta(alpha, alpha) distribution; 0 turns it off")
     label_noise: Fraction = option(0.0, "fraction of training labels changed to another class")
@@ -128,7 +128,7 @@ class TrainConfig:
     )
     eta: float = option(0.01, "eta of the adaptive perturbation", _ADAPTIVE)
     radius: Literal["global", "layer", "element"] = option(
-        "global", "rho is the norm of the perturbation, of each tensor's or of each entry's", _BY_GRADIENT
+        "global", "the part of the perturbation with norm rho", _BY_GRADIENT
     )
     ascent_steps: PositiveInt = option(1, "steps of the ascent, with a pass each", _BY_GRADIENT)
     alpha: NonNegativeFloat | None = option(
@@ -173,9 +173,7 @@ class TrainConfig:
     accumulate: PositiveInt = option(1, "number of micro-batches per step, to save memory")
     label_smoothing: FractionBelow1 = option(0.0, "label smoothing of the training loss")
     ema: FractionBelow1 | None = option(None, "evaluate an exponential moving average of the weights with this decay")
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = option(
-        "fp32", "tf32: products of float32 may use TF32; bf16 and fp16 are mixed: weights stay float32"
-    )
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = option("fp32", "bf16 and fp16 are mixed: weights stay float32")
     seed: NonNegativeInt = option(0, "seed of initial weights, batches, augmentation, noise and masks")
 
     def __post_init__(self) -> None:
@@ -251,9 +249,7 @@ class TrainConfig:
 class Machine:
     """Where the data set is, and what computes."""
 
-    data_dir: Path | None = option(
-        None, "directory of the data set's files; default the user's cache", group="files and machine"
-    )
+    data_dir: Path | None = option(None, "the data set's files; default the user's cache", group="files and machine")
     download: bool = option(True, "download a data set that is missing")
     accelerator: str = option("auto", "cpu, cuda, mps or auto")
 
