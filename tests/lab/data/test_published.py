@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from sparsesam.lab.data import DataError, MissingData, load_dataset
-from sparsesam.lab.data.published import CIFAR10, CIFAR100, FASHION_MNIST, load_published
+from sparsesam.lab.data.published import CIFAR10, CIFAR100, FASHION_MNIST, load_published, read_idx
 from tests.lab.data.files import (
     RECORDS,
     fashion_files,
+    idx,
     labels,
     pixels,
     remote,
@@ -20,6 +21,7 @@ from tests.lab.data.files import (
     write_fashion,
 )
 
+ARRAY = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
 BOTH = pytest.mark.parametrize("cifar", [small(CIFAR10), small(CIFAR100)], ids=lambda cifar: cifar.name)
 
 
@@ -89,8 +91,26 @@ def test_truncated_file_is_named(tmp_path):
     cifar = small(CIFAR10)
     path = write_cifar(tmp_path, cifar) / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-3073])
-    with pytest.raises(DataError, match=r"data_batch_3\.bin: expected 20 records .* 61,460 in all, found 58,387 bytes"):
+    with pytest.raises(DataError, match=r"data_batch_3\.bin: expected 20 records .*, found 58,387 bytes"):
         load_published(cifar, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (idx(ARRAY)[:-5], "found 35 bytes"),
+        (idx(ARRAY) + b"more", "found 44 bytes"),
+        (idx(ARRAY[0]), "the first four are 0x00000802"),
+        (b"", "requires a buffer"),
+        (gzip.compress(idx(ARRAY))[:-9], "end-of-stream"),
+        (b"no gzip at all", "Not a gzipped file"),
+    ],
+    ids=["truncated", "too long", "other dimensions", "empty", "truncated gzip", "no gzip"],
+)
+def test_damaged_idx_file_is_named(tmp_path, content, message):
+    (tmp_path / ("file.gz" if "gzip" in message or "stream" in message else "file")).write_bytes(content)
+    with pytest.raises(DataError, match=f"file.*: expected an idx file of bytes in 3 dimensions, .*{message}"):
+        read_idx(tmp_path / "file", 3)
 
 
 def test_classes_are_as_published():

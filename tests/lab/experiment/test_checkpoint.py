@@ -60,11 +60,10 @@ def change_three_bytes(file):
         ("a.pt", lambda file: torch.save({"format": checkpoint.FORMAT, "x": Malicious()}, file), "could run code"),
         ("a.pt", lambda file: torch.save({"format": checkpoint.FORMAT, "version": 99}, file), "of version 5, got 99"),
         ("a.pt", lambda file: torch.save({"state_dict": {}}, file), "must be a checkpoint of `sparsesam train`"),
-        ("last.pt", truncate, r"damaged or truncated .*--init-from"),
+        ("last.pt", truncate, "damaged or truncated"),
         ("a.pt", change_three_bytes, r"damaged or truncated \(the checksum of .* does not match\)"),
-        ("best.pt", truncate, r"damaged or truncated .* use last\.pt"),
-        ("last.pt", lambda file: checkpoint.save(file, "run", BEST), r"last\.pt has no settings, records, training"),
-        ("best.pt", lambda file: checkpoint.save(file, "run", {}), r"best\.pt has no model, epoch, test_accuracy"),
+        ("last.pt", lambda file: checkpoint.save(file, "run", BEST), r"last\.pt is another file of a run"),
+        ("best.pt", lambda file: checkpoint.save(file, "run", {}), r"best\.pt is another file of a run"),
     ],
 )
 def test_file_that_is_not_an_intact_checkpoint_is_refused(tmp_path, capfd, name, write, reason):
@@ -90,7 +89,7 @@ def test_weights_are_read_from_common_formats(tmp_path, form):
     else:
         torch.save({("module." if form == "wrapped" else "") + name: value for name, value in weights.items()}, file)
     model = small_cnn()
-    assert initialize(model, file) == []
+    initialize(model, file)
     assert same(dict(model.state_dict()), dict(weights))
 
 
@@ -107,7 +106,7 @@ def test_classifier_of_another_size_keeps_random_weights(tmp_path):
     torch.save(other(7).state_dict(), tmp_path / "a.pt")
     model = small_cnn(10)
     before = model[-1].weight.clone()
-    assert initialize(model, tmp_path / "a.pt") == ["12.weight", "12.bias"]
+    initialize(model, tmp_path / "a.pt")
     assert torch.equal(model[-1].weight, before)
     assert torch.equal(model[0].weight, other(7)[0].weight)
 
@@ -129,5 +128,5 @@ def test_files_without_weights_are_rejected(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=reason):
             read_weights(tmp_path / name)
-    with pytest.raises(ValueError, match=r"has no best\.pt"):
+    with pytest.raises(ValueError, match=r"last\.pt does not exist"):
         read_weights(tmp_path)

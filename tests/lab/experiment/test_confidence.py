@@ -11,12 +11,9 @@ def test_half_width_matches_student_t():
     assert half_width([0.0, 1.0] * 100) == pytest.approx(1.971957 * math.sqrt(50 / 199 / 200))
 
 
-def test_fewer_than_three_seeds_have_no_interval():
+def test_interval_takes_three_seeds_and_stays_between_0_and_1():
     assert half_width([1.0, 2.0]) is None
     assert confidence_interval([0.5], lowest=0.0, highest=1.0) is None
-
-
-def test_interval_of_accuracy_stays_between_0_and_1():
     low, high = confidence_interval([0.97, 0.98, 0.99], lowest=0.0, highest=1.0)
     assert (low, high) == (pytest.approx(0.98 - 4.302653 * 0.01 / math.sqrt(3)), 1.0)
 

@@ -95,7 +95,7 @@ def test_missing_file_lists_available_ones(tmp_path):
     written(tmp_path)
     with pytest.raises(ValueError, match=r"swep\.yaml: does not exist.*did you mean .*sweep\.yaml"):
         read_sweep(tmp_path / "swep.yaml", overrides={}, seeds=None)
-    with pytest.raises(ValueError, match=r"nofile\.yaml: does not exist.*\(demo\)$"):
+    with pytest.raises(ValueError, match=r"nofile\.yaml: does not exist; pass a YAML file or demo"):
         read_sweep(tmp_path / "elsewhere" / "nofile.yaml", overrides={}, seeds=None)
 
 
@@ -109,10 +109,8 @@ def test_missing_file_lists_available_ones(tmp_path):
         ({"variants": {"A": {1: 2}}}, "unknown option '1'"),
         ({"variants": {"A": "sam"}}, "variant A must contain names and values"),
         ({"grid": {"sparsity": []}}, "grid must have a list of values"),
-        ({"grid": {"seed": list(range(400)), "rho": list(range(400))}}, "grid must have at most 100,000 combinations"),
         ({"title": [1]}, "title must be a string"),
-        ({"seeds": 10**9}, "seeds must be 1 to 100,000"),
-        ({"seeds": [1, 1]}, "seeds must be different whole numbers"),
+        ({"seeds": 0}, "seeds must be at least 1"),
         ({"variants": {"A": {"optimizer": "sam", "sparsity": 0.5}}}, "sparsity has no effect with optimizer sam"),
         ({"variants": {"A": {"optimizer": "sgd"}}, "grid": {"rho": [1, 2]}}, "rho has no effect with optimizer sgd"),
     ],

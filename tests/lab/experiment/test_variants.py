@@ -19,19 +19,6 @@ def variant(optimizer, *results, epochs=3, failed=0):
     return Variant(optimizer, TrainConfig(optimizer=optimizer, epochs=epochs), runs)
 
 
-def costs(variants, seconds=None):
-    """Costs by label; ``seconds`` per epoch, by optimizer, are those of a calibration."""
-    calibration = SimpleNamespace(
-        provenance={"cpu": "a chip"}, seconds_per_epoch=lambda config: (seconds or {}).get(config.optimizer)
-    )
-    found = costs_of(variants, [calibration] if seconds else [])
-    return found, {variant.label: found.values[variant] for variant in variants}
-
-
-def passes(count):
-    return {"forward_backwards_per_step": count}
-
-
 def test_mean_and_interval_are_over_finished_seeds():
     sam = variant("sam", *({"test_accuracy": accuracy} for accuracy in (0.90, 0.91, 0.92)), failed=1)
     assert sam.accuracy == pytest.approx(0.91)
@@ -48,34 +35,33 @@ def test_curve_is_mean_at_each_epoch_with_interval_from_three_runs_on():
     assert mean_curve(SeriesStyle(), "SAM", [{1: 50.0}]).bars is None
 
 
-def test_times_not_measured_together_are_not_compared():
-    found, values = costs([variant("sgd", passes(0.9)), variant("ssam-f", passes(1.7), passes(1.8), passes(1.9))])
-    assert values == {"sgd": 1.0, "ssam-f": 2.0}
-    assert (found.measure, found.reference) == ("passes", "sgd")
-    assert "not in time" in found.explanation
+def passes(optimizer, *counts, epochs=3):
+    return variant(optimizer, *({"forward_backwards_per_step": count} for count in counts), epochs=epochs)
 
 
-def test_times_of_calibration_are_compared():
-    variants = [variant("sgd", passes(1)), variant("sam", passes(2))]
-    found, values = costs(variants, {"sgd": 2.0, "sam": 3.5})
-    assert values == {"sgd": 1.0, "sam": 1.75}
-    assert found.show(variants[1]) == "1.75 × sgd’s time"
-    assert "measured together, interleaved on a chip" in found.explanation
+SGD, SAM, FAILED = passes("sgd", 1), passes("sam", 2), variant("asam", failed=1)
 
 
-def test_longer_run_costs_more():
-    variants = [variant("sgd", passes(1)), variant("sam", passes(2), epochs=6)]
-    assert costs(variants)[1] == {"sgd": 1.0, "sam": 4.0}
-    assert costs(variants, {"sgd": 2.0, "sam": 2.0})[1] == {"sgd": 1.0, "sam": 2.0}
-
-
-def test_calibration_that_lacks_a_finished_variant_is_not_mixed_with_other_times():
-    variants = [variant("sgd", passes(1)), variant("sam", passes(2)), variant("asam", passes(2))]
-    assert costs(variants, {"sgd": 2.0, "sam": 3.5})[1] == {"sgd": 1.0, "sam": 2.0, "asam": 2.0}
-    variants[2] = variant("asam", failed=1)
-    assert costs(variants, {"sgd": 2.0, "sam": 3.5})[1] == {"sgd": 1.0, "sam": 1.75, "asam": None}
-
-
-def test_without_plain_variant_passes_are_those_of_a_plain_step():
-    found, values = costs([variant("sam", passes(2))], {"sam": 3.5})
-    assert (found.measure, found.reference, values) == ("passes", "a plain step", {"sam": 2})
+@pytest.mark.parametrize(
+    ("variants", "seconds", "measure", "expected"),
+    [
+        ([passes("sgd", 0.9), passes("ssam-f", 1.7, 1.8, 1.9)], {}, "passes", [1.0, 2.0]),
+        ([SGD, SAM], {"sgd": 2.0, "sam": 3.5}, "time", [1.0, 1.75]),
+        ([SGD, passes("sam", 2, epochs=6)], {}, "passes", [1.0, 4.0]),
+        ([SGD, passes("sam", 2, epochs=6)], {"sgd": 2.0, "sam": 2.0}, "time", [1.0, 2.0]),
+        ([SGD, SAM, passes("asam", 2)], {"sgd": 2.0, "sam": 3.5}, "passes", [1.0, 2.0, 2.0]),
+        ([SGD, SAM, FAILED], {"sgd": 2.0, "sam": 3.5}, "time", [1.0, 1.75, None]),
+        ([SAM], {"sam": 3.5}, "passes", [2]),
+    ],
+    ids=["not timed", "timed", "longer", "longer, timed", "one not timed", "failed one not timed", "none plain"],
+)
+def test_cost_is_time_if_all_finished_variants_were_measured_together(variants, seconds, measure, expected):
+    calibration = SimpleNamespace(
+        provenance={"cpu": "a chip"}, seconds_per_epoch=lambda config: seconds.get(config.optimizer)
+    )
+    found = costs_of(variants, [calibration] if seconds else [])
+    assert [found.values[one] for one in variants] == expected
+    reference = "sgd" if SGD.label == variants[0].label else "a plain step"
+    assert (found.measure, found.reference) == (measure, reference)
+    assert ("measured together, interleaved on a chip" in found.explanation) == (measure == "time")
+    assert found.show(variants[0]) == f"{expected[0]:.2f} × {reference}’s {measure}"

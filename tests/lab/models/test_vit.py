@@ -39,11 +39,6 @@ def test_patches_must_tile_image():
         build_model("vit-b-16", image_size=40)
 
 
-def test_heads_must_divide_dimension():
-    with pytest.raises(ValueError, match="heads must divide dim, got heads=5 for dim=12"):
-        VisionTransformer(4, 1, 8, patch_size=4, dim=12, depth=1, heads=5)
-
-
 def test_head_can_use_mean_over_patches():
     torch.manual_seed(0)
     model = VisionTransformer(4, 1, 8, patch_size=4, dim=12, depth=1, heads=3, pool="mean", projects=False).eval()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 
 from sparsesam.lab.data.image_folder import FolderSplits
 from sparsesam.lab.data.splits import Splits
@@ -20,10 +20,9 @@ from sparsesam.lab.data.splits import Splits
 class Augment:
     """Pad and crop, flip, normalize, cut out; operations set to 0 or False are skipped.
 
-    ``images`` are (n, c, h, w), uint8 in 0..255 or floating point in [0, 1]; the result is float32, or the images' own
-    floating-point dtype. Half of the images are mirrored, and half are cut: a square is filled with 0 after
-    normalization, the data set's mean color. Its center is any pixel, so it may extend beyond the border, as in
-    DeVries & Taylor (2017).
+    ``images`` are (n, c, h, w), uint8 in 0..255; the result is float32. Half of the images are mirrored, and half are
+    cut: a square is filled with 0 after normalization, the data set's mean color. Its center is any pixel, so it may
+    extend beyond the border, as in DeVries & Taylor (2017).
     """
 
     mean: tuple[float, ...]
@@ -32,21 +31,16 @@ class Augment:
     flip: bool = False
     cutout: int = 0
 
-    def __post_init__(self) -> None:
-        if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
-            raise ValueError(f"std must be positive, one per channel like mean, got {self.std} for mean {self.mean}")
-
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Augment a training batch; draws come from ``generator``, which may be on any device."""
+        """Augment a training batch with draws from ``generator``, which is on the CPU."""
         count, _, height, width = images.shape
 
         def draw(low: int, high: int) -> Tensor:
-            numbers = torch.randint(low, high, (count,), generator=generator, device=generator.device)
+            numbers = torch.randint(low, high, (count,), generator=generator)
             return numbers.to(images.device, non_blocking=True)
 
         def happens() -> Tensor:
-            numbers = torch.rand(count, generator=generator, device=generator.device)
-            return (numbers < 0.5).to(images.device, non_blocking=True)
+            return (torch.rand(count, generator=generator) < 0.5).to(images.device, non_blocking=True)
 
         if self.padding or self.flip:
             tops, lefts = (draw(0, 2 * self.padding + 1) for _ in range(2))
@@ -74,46 +68,31 @@ def standard_augmentation(splits: Splits | FolderSplits, *, cutout: bool = True)
     if isinstance(splits, FolderSplits):
         return Augment(splits.mean, splits.std)
     side = splits.image_size
-    return Augment(
-        splits.mean,
-        splits.std,
-        padding=round(side / 8),
-        flip=splits.mirrored,
-        cutout=side // 2 if cutout and side >= 28 else 0,
-    )
+    square = side // 2 if cutout and side >= 28 else 0
+    return Augment(splits.mean, splits.std, padding=round(side / 8), flip=splits.mirrored, cutout=square)
 
 
 def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor | None, *, padding: int) -> Tensor:
     """Pad with zeros, take the (h, w) window at (top, left) of each padded image, mirror those with flip True.
 
-    A row of a window is contiguous in memory, so one `index_select` copies whole rows, in a quarter of the time of
-    indexing with tops and lefts. The mirror image of the window at ``left`` is the window at 2 padding - left of the
-    mirrored image, which is in memory too.
+    One `gather` of all pixels takes a fifth of the time of indexing with rows and columns.
     """
     count, channels, height, width = images.shape
-    sides = 1 if flips is None else 2
-    tall, wide = height + 2 * padding, width + 2 * padding
-    padded = images.new_zeros(sides, count, channels, tall, wide)
-    inside = padded[..., padding : padding + height, padding : padding + width]
-    inside[0].copy_(images)
-    starts = tops * wide + torch.arange(count, device=images.device) * (channels * tall * wide)
-    if flips is None:
-        starts = starts + lefts
-    else:
-        inside[1].copy_(images.flip(-1))
-        starts = starts + torch.where(flips, padded[0].numel() + 2 * padding - lefts, lefts)
-    planes = torch.arange(channels, device=images.device)[:, None] * (tall * wide)
-    rows = planes + torch.arange(height, device=images.device) * wide
-    windows = padded.as_strided((padded.numel() - width + 1, width), (1, 1))
-    return windows.index_select(0, (starts[:, None] + rows.flatten()).flatten()).view(images.shape)
+    padded = pad(images, (padding,) * 4)
+    rows = tops[:, None] + torch.arange(height, device=images.device)
+    columns = lefts[:, None] + torch.arange(width, device=images.device)
+    if flips is not None:
+        columns = torch.where(flips[:, None], columns.flip(1), columns)
+    places = rows[:, :, None] * padded.shape[3] + columns[:, None, :]
+    chosen = places.view(count, 1, -1).expand(-1, channels, -1)
+    return padded.flatten(2).gather(2, chosen).view(images.shape)
 
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """(x - mean) / std per channel, with x in [0, 1]: uint8 images are divided by 255."""
-    top, dtype = (1.0, images.dtype) if images.is_floating_point() else (255.0, torch.float32)
-    normalized = images.to(dtype, copy=True)
+    """(x / 255 - mean) / std per channel of uint8 images."""
+    normalized = images.float()
     for channel, m, s in zip(normalized.unbind(1), mean, std, strict=True):
-        channel.mul_(1 / (top * s)).sub_(m / s)
+        channel.mul_(1 / (255.0 * s)).sub_(m / s)
     return normalized
 
 
@@ -142,10 +121,9 @@ def mixup(
 
     ``labels`` are (n,) classes; the result's are (n, num_classes) probabilities, as `cross_entropy` takes them.
     """
-    device = generator.device
     # Beta(a, a) from two Gamma(a) draws; torch.distributions does not take a generator.
-    both = torch._standard_gamma(torch.full((2,), alpha, device=device, dtype=torch.float64), generator=generator)
+    both = torch._standard_gamma(torch.full((2,), alpha, dtype=torch.float64), generator=generator)
     share = float(both[0] / both.sum()) if both.sum() > 0 else 1.0
-    other = torch.randperm(len(labels), generator=generator, device=device).to(labels.device)
+    other = torch.randperm(len(labels), generator=generator).to(labels.device)
     targets = one_hot(labels, num_classes).to(images.dtype)
     return torch.lerp(images[other], images, share), torch.lerp(targets[other], targets, share)

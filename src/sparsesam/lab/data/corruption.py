@@ -1,8 +1,9 @@
-"""Wrong labels, and the paper's four image corruptions; the paper does not give their strengths, so these are ours."""
+"""Wrong labels, and the paper's four image corruptions; the paper does not give their strengths, so these are ours.
+
+Images, labels and generators are on the CPU.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,7 @@ CHUNK = 4096
 
 def gaussian_noise(images: Tensor, generator: torch.Generator) -> Tensor:
     """x + ε, with ε ~ N(0, 0.1²) for each pixel and channel."""
-    noise = torch.randn(images.shape, generator=generator, device=generator.device)
-    return images + 0.1 * noise.to(images.device)
+    return images + 0.1 * torch.randn(images.shape, generator=generator)
 
 
 def resolution(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -27,7 +27,7 @@ def resolution(images: Tensor, generator: torch.Generator) -> Tensor:
 
 def fog(images: Tensor, generator: torch.Generator) -> Tensor:
     """(1 - t) x + t A: light A = 0.9 and haze of thickness t, a plasma fractal from 0.3 to 0.85."""
-    haze = plasma(len(images), images.shape[-2], images.shape[-1], generator).to(images.device)
+    haze = plasma(len(images), images.shape[-2], images.shape[-1], generator)
     thickness = 0.3 + (0.85 - 0.3) * haze[:, None]
     return images + thickness * (0.9 - images)
 
@@ -41,12 +41,7 @@ def occlusion(images: Tensor, generator: torch.Generator) -> Tensor:
     return covered
 
 
-CORRUPTIONS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-    "gaussian-noise": gaussian_noise,
-    "resolution": resolution,
-    "fog": fog,
-    "occlusion": occlusion,
-}
+CORRUPTIONS = {"gaussian-noise": gaussian_noise, "resolution": resolution, "fog": fog, "occlusion": occlusion}
 """Corruptions by name, for floating-point images in [0, 1]; results are clamped to that range."""
 
 
@@ -56,9 +51,9 @@ def corrupt(images: Tensor, rate: float, kind: str, generator: torch.Generator) 
     ``kind`` is a name in `CORRUPTIONS`, or "mixed": equally many of each, to within one.
     """
     names, count = list(CORRUPTIONS), round(rate * len(images))
-    chosen = torch.randperm(len(images), generator=generator, device=generator.device)[:count].to(images.device)
-    kinds = torch.full((len(images),), -1, device=images.device)  # indices of CORRUPTIONS; -1: unchanged
-    kinds[chosen] = torch.arange(count, device=images.device) % len(names) if kind == "mixed" else names.index(kind)
+    chosen = torch.randperm(len(images), generator=generator)[:count]
+    kinds = torch.full((len(images),), -1)  # indices of CORRUPTIONS; -1: unchanged
+    kinds[chosen] = torch.arange(count) % len(names) if kind == "mixed" else torch.tensor(names.index(kind))
     corrupted = images.clone()
     for place, function in enumerate(CORRUPTIONS.values()):
         for part in (kinds == place).nonzero()[:, 0].split(CHUNK):
@@ -69,10 +64,10 @@ def corrupt(images: Tensor, rate: float, kind: str, generator: torch.Generator) 
 
 def plasma(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
     """Returns (count, height, width) smooth random fields in [0, 1]: sums of random grids of increasing resolution."""
-    field = torch.zeros(count, 1, height, width, device=generator.device)
+    field = torch.zeros(count, 1, height, width)
     cells, weight = 2, 1.0
     while cells < max(height, width):
-        grid = torch.rand(count, 1, cells, cells, generator=generator, device=generator.device)
+        grid = torch.rand(count, 1, cells, cells, generator=generator)
         field += weight * F.interpolate(grid, size=(height, width), mode="bicubic", align_corners=True)
         cells, weight = 2 * cells, weight / 2
     low, high = field.amin((2, 3), keepdim=True), field.amax((2, 3), keepdim=True)
@@ -84,11 +79,9 @@ def flip_labels(labels: Tensor, fraction: float, num_classes: int, generator: to
 
     The labels and their new classes are drawn uniformly: symmetric noise, in which a changed label is always wrong.
     """
-    if num_classes < 2:
-        raise ValueError(f"num_classes must be at least 2, got {num_classes}; one class has no other to flip to")
     count = round(fraction * len(labels))
-    chosen = torch.randperm(len(labels), generator=generator, device=generator.device)[:count].to(labels.device)
-    shift = torch.randint(1, num_classes, (count,), generator=generator, device=generator.device).to(labels.device)
+    chosen = torch.randperm(len(labels), generator=generator)[:count]
+    shift = torch.randint(1, num_classes, (count,), generator=generator)
     flipped = labels.clone()
     flipped[chosen] = (labels[chosen] + shift) % num_classes
     return flipped

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
 import os
 import shutil
 import tarfile
 import tempfile
-import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.data.splits import DataError
+
+#: Attempts after the first.
+RETRIES = 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def cache_dir() -> Path:
     return user_cache_path("sparsesam", appauthor=False)
 
 
-def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool = False, attempts: int = 3) -> Path:
+def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool = False) -> Path:
     """Returns the path of ``remote`` in ``folder``; downloads it unless it exists with the right checksum.
 
     The file gets its name only when it is complete and its checksum is right; an interrupted download continues where
@@ -63,13 +63,8 @@ def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool
             )
         return path
     pooch.get_logger().setLevel(logging.WARNING)
-    store = pooch.create(
-        path=folder,
-        base_url="",
-        registry={remote.name: f"md5:{remote.md5}"},
-        urls={remote.name: remote.url},
-        retry_if_failed=attempts - 1,
-    )
+    known, urls = {remote.name: f"md5:{remote.md5}"}, {remote.name: remote.url}
+    store = pooch.create(path=folder, base_url="", registry=known, urls=urls, retry_if_failed=RETRIES)
     resume = partial(_resume, part=path.with_name(f"{path.name}.part"), progress=progress)
     try:
         return Path(store.fetch(remote.name, downloader=resume))
@@ -100,19 +95,10 @@ def _resume(url: str, output_file: str, pooch: object, *, part: Path, progress: 
     part.replace(output_file)
 
 
-def unpack(archive: Path, folder: Path, names: Iterable[str]) -> None:
-    """Replace the folder by the named files of the archive's folder of that name; nothing else is written."""
-    wanted = {f"{folder.name}/{name}" for name in names}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as place:
-        complete = Path(place, folder.name)
-        complete.mkdir()
-        try:
-            with tarfile.open(archive) as tar:
-                for member in tar:
-                    if member.name in wanted and (file := tar.extractfile(member)) is not None:
-                        complete.joinpath(Path(member.name).name).write_bytes(file.read())
-        except (EOFError, KeyError, gzip.BadGzipFile, tarfile.TarError, zlib.error) as error:
-            raise DataError(f"{archive}: expected a complete archive of files and folders, found {error}") from error
+def unpack(archive: Path, folder: Path) -> None:
+    """Replace the folder by the archive's folder of that name; the archive's checksum must have been verified."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        with tarfile.open(archive) as tar:
+            tar.extractall(place, filter="data")
         shutil.rmtree(folder, ignore_errors=True)
-        complete.replace(folder)
+        Path(place, folder.name).replace(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ def load_hugging_face(
         import datasets
     mode = None if download else datasets.DownloadConfig(local_files_only=True)
     try:
-        found: Any = (
-            datasets.load_from_disk(data_dir) if data_dir else datasets.load_dataset(name, download_config=mode)
-        )
+        load = partial(datasets.load_dataset, name, download_config=mode)
+        found: Any = datasets.load_from_disk(data_dir) if data_dir else load()
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(f"hf/{name}: expected a data set that can be loaded, found none ({reason})") from error
@@ -36,8 +36,7 @@ def load_hugging_face(
     features = found["train"].features
     kinds = {type(feature).__name__: column for column, feature in reversed(features.items())}
     if not {"Image", "ClassLabel"} <= kinds.keys():
-        columns = ", ".join(f"{column} ({type(feature).__name__})" for column, feature in features.items())
-        raise DataError(f"hf/{name}: expected an Image and a ClassLabel column, found {columns}")
+        raise DataError(f"hf/{name}: expected an Image and a ClassLabel column, found {features}")
     image, label = kinds["Image"], kinds["ClassLabel"]
     train = _labelled(f"hf/{name}: train", found["train"], image, label, image_size)
     sample = train.images[:: max(1, len(train.images) // 5000)].float() / 255

@@ -77,9 +77,7 @@ def load_image_folder(name: str, data_dir: Path | None, image_size: int | None =
     with required_by(f"the data set {name}", "'sparsesam[data]'"):
         import PIL  # noqa: F401
     classes = _class_names(data_dir / "train")
-    test = next((data_dir / part for part in ("val", "test") if (data_dir / part).is_dir()), None)
-    if test is None:
-        raise DataError(f"{data_dir}: expected subfolders train and val (or test), found no val and no test")
+    test = next((data_dir / part for part in ("val", "test") if (data_dir / part).is_dir()), data_dir / "val")
     trained, annotations = _by_class(data_dir / "train", classes), test / "val_annotations.txt"
     tested = _annotated(annotations, classes) if annotations.is_file() else _by_class(test, classes)
     size = image_size or default_size
@@ -96,31 +94,26 @@ def load_image_folder(name: str, data_dir: Path | None, image_size: int | None =
 
 def _class_names(root: Path) -> tuple[str, ...]:
     """Returns the sorted names of the subfolders; the label of a class is its index."""
-    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if root.is_dir() else []
+    names = tuple(sorted(entry.name for entry in os.scandir(root) if entry.is_dir())) if root.is_dir() else ()
     if not names:
         raise DataError(f"{root}: expected a folder with one subfolder of images per class, found none")
-    return tuple(names)
+    return names
 
 
 def _by_class(root: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
     """Returns the files in ROOT/CLASS, or ROOT/CLASS/images, and their labels."""
-    if (found := _class_names(root)) != classes:
-        missing, unknown = sorted(set(classes) - set(found)), sorted(set(found) - set(classes))
+    if odd := sorted(set(_class_names(root)) ^ set(classes)):
         raise DataError(
-            f"{root}: expected the {len(classes)} class folders of the training images, found {len(found)}; "
-            f"missing: {', '.join(missing[:5]) or 'none'}; unknown: {', '.join(unknown[:5]) or 'none'}"
+            f"{root}: expected the {len(classes)} class folders of the training images; missing or unknown: "
+            f"{', '.join(odd[:5])}"
         )
     paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
         folder = root / name / "images" if (root / name / "images").is_dir() else root / name
-        files = sorted(entry.path for entry in os.scandir(folder) if entry.is_file())
-        images = [file for file in files if file.lower().endswith(SUFFIXES)]
+        images = sorted(entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(SUFFIXES))
         if not images:
-            others = sorted({Path(file).suffix or "files without a suffix" for file in files})
-            raise DataError(
-                f"{folder}: expected images ({', '.join(SUFFIXES)}), found {', '.join(others) or 'nothing'}"
-            )
+            raise DataError(f"{folder}: expected images ({', '.join(SUFFIXES)}), found none")
         paths += images
         labels += [label] * len(images)
     return paths, labels
@@ -135,8 +128,6 @@ def _annotated(annotations: Path, classes: tuple[str, ...]) -> tuple[list[str], 
             raise DataError(f"{annotations}: line {number}: expected a file and one of the classes, found {line!r}")
         paths.append(str(annotations.parent / "images" / name))
         labels.append(classes.index(kind))
-    if not paths:
-        raise DataError(f"{annotations}: expected a line for each image, found none")
     return paths, labels
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
+import math
+import struct
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+import torch
 from filelock import FileLock
+from torch import Tensor
 
 from sparsesam.lab.data.download import DownloadError, Remote, cache_dir, fetch, unpack
-from sparsesam.lab.data.formats import read_cifar, read_fashion_mnist
 from sparsesam.lab.data.splits import DataError, DatasetInfo, Labelled, MissingData, Splits
 
 
@@ -50,10 +55,7 @@ def load_published(
     return Splits(
         source.read([folder / name for name in source.train], source.train_size),
         source.read([folder / name for name in source.test], source.test_size),
-        name=source.name,
-        classes=source.classes,
-        mean=source.mean,
-        std=source.std,
+        **{field.name: getattr(source, field.name) for field in fields(DatasetInfo)},
     )
 
 
@@ -72,40 +74,66 @@ def _cached(source: Published, data_dir: Path | None, download: bool, progress: 
         try:
             files = [fetch(remote, given or cache, download=allowed, progress=progress) for remote in source.remotes]
         except DownloadError as error:
-            searched = f"{data_dir} and {cache}" if data_dir else cache
-            into = data_dir or f"{cache}, or into a directory you name as data_dir"
             wanted = "\n".join(f"  {remote.name}  MD5 {remote.md5}  from {remote.url}" for remote in source.remotes)
-            raise MissingData(
-                f"{source.name} was not found in {searched}, and {error}.\nPut into {into}:\n{wanted}"
-            ) from error
+            into = data_dir or f"{cache}, or into a directory you name as data_dir"
+            raise MissingData(f"{source.name} was not found, and {error}.\nPut into {into}:\n{wanted}") from error
         for archive in (file for file in files if ".tar" in file.suffixes):
-            unpack(archive, folder, (*source.train, *source.test))
+            unpack(archive, folder)
             if not given:
                 archive.unlink()
     return folder
 
 
-def _cifar(name: str, md5: str, folder: str, train: Sequence[str], test: str, *, label_bytes: int) -> dict[str, Any]:
-    """Returns the files of CIFAR's binary version, the one without pickles."""
-    archive = Remote(f"https://www.cs.toronto.edu/~kriz/{name}-binary.tar.gz", md5)
-    files = {"train": tuple(f"{file}.bin" for file in train), "test": (f"{test}.bin",)}
-    read = partial(read_cifar, label_bytes=label_bytes)
-    return {"remotes": (archive,), "folders": (folder, ""), "read": read, **files}
+def read_cifar(paths: Sequence[Path], images: int, *, label_bytes: int) -> Labelled:
+    """Read records of label bytes, the last of which is the label, then red, green and blue planes, row by row."""
+    records, length = images // len(paths), label_bytes + 3 * 32 * 32
+    contents = [np.fromfile(path, dtype=np.uint8) for path in paths]
+    for path, content in zip(paths, contents, strict=True):
+        if len(content) != records * length:
+            raise DataError(
+                f"{path}: expected {records:,} records of {length:,} bytes, found {len(content):,} bytes; "
+                "the file is truncated or not in CIFAR's binary layout"
+            )
+    table = torch.from_numpy(np.concatenate(contents)).view(images, length)
+    return Labelled(table[:, label_bytes:].reshape(-1, 3, 32, 32), table[:, label_bytes - 1].long())
 
+
+def read_fashion_mnist(paths: Sequence[Path], images: int) -> Labelled:
+    """Read an idx file of (images, 28, 28) pixels and one of labels; the files contain the number of images."""
+    pixels, labels = paths
+    return Labelled(read_idx(pixels, 3)[:, None], read_idx(labels, 1).long())
+
+
+def read_idx(path: Path, dimensions: int) -> Tensor:
+    """Read a uint8 tensor with the given number of dimensions from an idx file, plain or compressed (NAME.gz).
+
+    Layout, big-endian: 0x0000, the type of an entry (0x08, unsigned byte), the number of dimensions; each
+    dimension as 4 bytes; the entries.
+    """
+    path = path if path.is_file() else path.with_name(f"{path.name}.gz")
+    header = struct.Struct(f">{1 + dimensions}I")
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        magic, *shape = header.unpack_from(content)
+        if magic != 0x0800 | dimensions or len(content) != header.size + math.prod(shape):
+            raise ValueError(f"{len(content):,} bytes, of which the first four are {magic:#010x}")
+    except (EOFError, OSError, ValueError, struct.error, zlib.error) as error:
+        raise DataError(f"{path}: expected an idx file of bytes in {dimensions} dimensions, found {error}") from error
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header.size).view(shape)
+
+
+_TORONTO = "https://www.cs.toronto.edu/~kriz"  # the binary versions, those without pickles
 
 CIFAR10 = Published(
     name="cifar10",
     classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2470, 0.2435, 0.2616),
-    **_cifar(
-        "cifar-10",
-        "c32a1d4ab5d03f1284b67883e8d87530",
-        "cifar-10-batches-bin",
-        [f"data_batch_{number}" for number in range(1, 6)],
-        "test_batch",
-        label_bytes=1,
-    ),
+    remotes=(Remote(f"{_TORONTO}/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),),
+    folders=("cifar-10-batches-bin", ""),
+    train=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
+    test=("test_batch.bin",),
+    read=partial(read_cifar, label_bytes=1),
 )
 
 _FINE_CLASSES = """
@@ -123,7 +151,11 @@ CIFAR100 = Published(
     classes=tuple(_FINE_CLASSES.split()),
     mean=(0.5071, 0.4865, 0.4409),
     std=(0.2673, 0.2564, 0.2762),
-    **_cifar("cifar-100", "03b5dce01913d631647c71ecec9e9cb8", "cifar-100-binary", ["train"], "test", label_bytes=2),
+    remotes=(Remote(f"{_TORONTO}/cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),),
+    folders=("cifar-100-binary", ""),
+    train=("train.bin",),
+    test=("test.bin",),
+    read=partial(read_cifar, label_bytes=2),
 )
 
 _ZALANDO = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"

@@ -61,8 +61,8 @@ class Splits(DatasetInfo):
         if missing := sorted(set(range(self.num_classes)) - set(self.train.labels.unique().tolist())):
             names = ", ".join(repr(self.classes[index]) for index in missing[:5])
             raise DataError(
-                f"{self.name}: every class needs a training image, but {len(missing)} of {self.num_classes} have none: "
-                f"{names}{', …' if len(missing) > 5 else ''}; are all files of the data set there?"
+                f"{self.name}: every class needs a training image, but {len(missing)} of {self.num_classes} have none, "
+                f"such as {names}; are all files of the data set there?"
             )
 
     def _check(self, what: str, images: Tensor, labels: Tensor) -> None:
@@ -72,17 +72,13 @@ class Splits(DatasetInfo):
                 f"number of `mean`, got {images.dtype} {tuple(images.shape)}"
             )
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-            raise DataError(
-                f"{what} labels must be int64 of shape ({len(images)},), one per image, got {labels.dtype} "
-                f"{tuple(labels.shape)}"
-            )
+            shape = f"({len(images)},)"
+            raise DataError(f"{what} labels must be int64 of shape {shape}, got {labels.dtype} {tuple(labels.shape)}")
         if len(labels) == 0:
             raise DataError(f"{what} images must be at least one, got none; is the file empty?")
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= self.num_classes:
-            raise DataError(
-                f"{what} labels must be in 0..{self.num_classes - 1}, one number per class, got {low} to {high}"
-            )
+            raise DataError(f"{what} labels must be in 0..{self.num_classes - 1}, got {low} to {high}")
 
     @property
     def image_size(self) -> int:

@@ -121,10 +121,8 @@ class Batches:
         if self.in_memory:
             yield from (images[places.to(self.device)] for places in batches)
             return
-        on_gpu = self.device.type == "cuda"
-        loader: DataLoader[Any] = DataLoader(
-            images, batch_sampler=[part.tolist() for part in batches], num_workers=self.workers, pin_memory=on_gpu
-        )
+        on_gpu, places = self.device.type == "cuda", [part.tolist() for part in batches]
+        loader: Any = DataLoader(images, batch_sampler=places, num_workers=self.workers, pin_memory=on_gpu)
         try:
             for pixels, labels in loader:
                 yield pixels.to(self.device, non_blocking=on_gpu), labels.to(self.device, non_blocking=on_gpu)
@@ -156,12 +154,11 @@ def _sets(config: TrainConfig, splits: Splits | FolderSplits, device: torch.devi
     """
     if config.corruption_rate and isinstance(splits, FolderSplits):
         raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
-    chosen, held_out = _choose(len(splits.train.labels), config)
-    tested = subset(len(splits.test.labels), config.test_size)
+    trained, held_out = _choose(len(splits.train.labels), config)
+    tested = _subset(len(splits.test.labels), config.test_size)
     cropped = partial(center_crop, size=splits.image_size, square=config.test_resize == "square")
-    places: dict[Split, Tensor] = {"train": chosen, "val": held_out, "test": tested}
-    sets: dict[Split, Any] = {}
-    for split, part in places.items():
+    sets: dict[Split, Any] = {"train": trained, "val": held_out, "test": tested}
+    for split, part in sets.items():
         source: Labelled | ImageFolder = splits.test if split == "test" else splits.train
         labels, is_train = source.labels[part], split == "train"
         if is_train and config.label_noise:
@@ -182,17 +179,15 @@ def _sets(config: TrainConfig, splits: Splits | FolderSplits, device: torch.devi
 
 def _choose(count: int, config: TrainConfig) -> tuple[Tensor, Tensor]:
     """Returns the indices of ``count`` training images to train on, and those held out for validation."""
-    if config.val_size is None:
-        return subset(count, config.train_size), torch.arange(0)
-    if config.val_size >= count:
+    if config.val_size is not None and config.val_size >= count:
         raise ValueError(f"val_size must be below the number of training images, {count}, got {config.val_size}")
-    shuffled = torch.randperm(count, generator=generator(0, Purpose.VALIDATION))
-    held_out, rest = shuffled[: config.val_size].sort().values, shuffled[config.val_size :].sort().values
-    return rest[subset(len(rest), config.train_size)], held_out
+    held_out = _subset(count, config.val_size or 0, Purpose.VALIDATION)
+    rest = torch.ones(count, dtype=torch.bool).index_fill(0, held_out, False).nonzero()[:, 0]
+    return rest[_subset(len(rest), config.train_size)], held_out
 
 
-def subset(count: int, size: int | None) -> Tensor:
+def _subset(count: int, size: int | None, purpose: Purpose = Purpose.SUBSET) -> Tensor:
     """Returns ``size`` of ``count`` indices, the same for every seed of a run."""
     if size is None or size >= count:
         return torch.arange(count)
-    return torch.randperm(count, generator=generator(0, Purpose.SUBSET))[:size].sort().values
+    return torch.randperm(count, generator=generator(0, purpose))[:size].sort().values

@@ -1,7 +1,6 @@
-"""Comparable times for the variants of a sweep: measured together, interleaved, on one machine.
-
-Runs of a sweep take place at different times and in parallel, so their own times cannot be compared. Before the sweep,
-the variants take a few steps each, for several rounds; the times are written to ``calibration.json`` beside the runs.
+"""Comparable times for the variants of a sweep, whose runs take place at different times and in parallel: before it,
+the variants take a few steps each, interleaved, for several rounds; the times are in ``calibration.json`` beside the
+runs.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import Sums
 from sparsesam.lab.experiment.run_directory import read_json, seal, write_atomically
 from sparsesam.lab.experiment.sweep import Job
+from sparsesam.lab.experiment.variants import grouped
 
 FILE = "calibration.json"
 ROUNDS = 5
@@ -54,11 +54,8 @@ class SweepCalibration:
     variants: Mapping[str, VariantTime]
     provenance: Mapping[str, Any]
 
-    def of(self, config: TrainConfig) -> VariantTime | None:
-        return self.variants.get(key(config))
-
     def seconds_per_epoch(self, config: TrainConfig) -> float | None:
-        return None if (measured := self.of(config)) is None else measured.seconds_per_epoch
+        return getattr(self.variants.get(key(config)), "seconds_per_epoch", None)
 
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
         """Whether it contains all configs, measured on the same kind of machine with the same versions."""
@@ -86,17 +83,9 @@ def read_calibration(folder: Path) -> SweepCalibration | None:
 
 def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) -> SweepCalibration:
     """Measure every variant of the jobs and write ``calibration.json``; invalid settings of a variant raise here."""
-    threads = environment.threads or 1
-    with torch_settings(threads):
+    with torch_settings(environment.threads or 1):
         found = SweepCalibration(_measure(jobs, environment), provenance())
-    content = {
-        "kind": "calibration",
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "rounds": ROUNDS,
-        "threads": threads,
-        "variants": {name: asdict(measured) for name, measured in found.variants.items()},
-        "provenance": found.provenance,
-    }
+    content = {"kind": "calibration", **asdict(found)}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / FILE, json.dumps(seal(content), indent=1) + "\n")
     return found
@@ -107,9 +96,7 @@ def _measure(jobs: Sequence[Job], environment: RunEnvironment) -> dict[str, Vari
     def splits_of(dataset: str, image_size: int | None) -> Splits | FolderSplits:
         return load_splits(TrainConfig(dataset=dataset, image_size=image_size), environment)
 
-    variants: dict[str, Job] = {}
-    for job in jobs:
-        variants.setdefault(key(job.config), job)
+    variants = {name: same[0] for name, same in grouped(jobs, lambda job: key(job.config)).items()}
     steppers: dict[str, list[_Stepper]] = {}
     for name, job in variants.items():
         config = replace(job.config, seed=0)

@@ -14,23 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.experiment.errors import CheckpointError, one_line
 
 FORMAT, VERSION = "sparsesam run", 5
 
-#: What a file must contain beside its run, and what to do if it is damaged, by its name.
-_CONTENT = {"last.pt": ("settings", "records", "training"), "best.pt": ("model", "epoch", "test_accuracy")}
-_REMEDIES = {
-    "last.pt": "delete it and run the command again with --resume to train from the beginning, or start a new run from "
-    "other weights with --init-from",
-    "best.pt": "use last.pt, the weights of the last epoch, instead",
-}
+#: What only the file of that name contains.
+_CONTENT = {"last.pt": "training", "best.pt": "test_accuracy"}
 #: Keys under which training scripts store the weights.
 _KEYS = ("state_dict", "model", "model_state_dict")
-#: Prefixes that wrappers add to every name.
-_PREFIXES = ("module.", "_orig_mod.")
 
 
 def save(path: Path, run: str, content: dict[str, Any]) -> None:
@@ -63,8 +57,9 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
             if (damaged := archive.testzip()) is not None:
                 raise ValueError(f"the checksum of {damaged} does not match")
     except Exception as error:  # a damaged archive can fail in any way
-        remedy = _REMEDIES.get(path.name, "restore or remove it")
-        raise CheckpointError(f"{path} is damaged or truncated ({one_line(error)}); {remedy}") from error
+        raise CheckpointError(
+            f"{path} is damaged or truncated ({one_line(error)}); restore it, or use another file of the run"
+        ) from error
     content = load_tensors(path, device)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} must be a checkpoint of `sparsesam train`, but is not; check the path")
@@ -73,8 +68,8 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
             f"{path} must be of version {VERSION}, got {content.get('version')}; "
             "continue with the version of sparsesam that wrote it, or start again in another directory"
         )
-    if missing := [name for name in ("run", *_CONTENT.get(path.name, ())) if name not in content]:
-        raise CheckpointError(f"{path} has no {', '.join(missing)}; restore the right file")
+    if not {"run", _CONTENT.get(path.name, "run")} <= content.keys():
+        raise CheckpointError(f"{path} is another file of a run; restore the right one")
     return content
 
 
@@ -87,11 +82,10 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> Any:
             f"{path} is rejected: it contains more than tensors and plain values, and loading it could run code; "
             "save the state_dict only: torch.save(model.state_dict(), PATH)"
         ) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     except Exception as error:  # a damaged file can fail in any way
-        why = one_line(error)
-        raise CheckpointError(f"{path} cannot be read: it is damaged or not written by torch.save ({why})") from error
+        raise CheckpointError(
+            f"{path} cannot be read: is it from torch.save, and whole? ({one_line(error)})"
+        ) from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -100,12 +94,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     For a run's directory, reads ``best.pt``, or ``last.pt`` if there is no ``best.pt``.
     """
     if path.is_dir():
-        found = [path / name for name in ("best.pt", "last.pt") if (path / name).exists()]
-        if not found:
-            raise ValueError(f"{path} has no best.pt and no last.pt; pass a run's directory or a file of weights")
-        path = found[0]
+        path = path / ("best.pt" if (path / "best.pt").exists() else "last.pt")
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; pass a checkpoint, a state_dict (.pt) or a .safetensors file")
+        raise ValueError(f"{path} does not exist; pass a run, a checkpoint, a state_dict (.pt) or a .safetensors file")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     content = load_tensors(path)
@@ -115,9 +106,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         content = next((content[key] for key in _KEYS if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path} must contain a state_dict; torch.save(model.state_dict(), PATH)")
-    for prefix in _PREFIXES:
-        if all(name.startswith(prefix) for name in content):
-            content = {name.removeprefix(prefix): value for name, value in content.items()}
+    for prefix in ("module.", "_orig_mod."):  # of DDP and torch.compile
+        consume_prefix_in_state_dict_if_present(content, prefix)
     return content
 
 
@@ -130,17 +120,17 @@ def weights_of(content: dict[str, Any]) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value for name, value in average if name.startswith("module.")}
 
 
-def initialize(model: nn.Module, path: Path) -> list[str]:
-    """Load weights into ``model``; returns the names of the classifier's tensors that keep their random values.
+def initialize(model: nn.Module, path: Path) -> None:
+    """Load weights into ``model``.
 
-    Only the last layer, the classifier, may be missing or have another shape; all others must be in the file.
+    Only the last layer, the classifier, may be missing or have another shape, and keeps its random values; all others
+    must be in the file.
     """
     weights, own = read_weights(path), model.state_dict()
     fitting = {name for name in own if name in weights and weights[name].shape == own[name].shape}
-    others = [name for name in own if name not in fitting and not name.endswith("num_batches_tracked")]
     *_, (last, _) = model.named_parameters(remove_duplicate=False)
-    kept = [name for name in others if name.rpartition(".")[0] == last.rpartition(".")[0]]
-    wrong = [name for name in others if name not in kept]
+    classifier = {name for name in own if name.rpartition(".")[0] == last.rpartition(".")[0]}
+    wrong = [name for name in own if name not in fitting | classifier and not name.endswith("num_batches_tracked")]
     if wrong:
         unknown = [name for name in weights if name not in own]
         raise CheckpointError(
@@ -149,7 +139,6 @@ def initialize(model: nn.Module, path: Path) -> list[str]:
             "init_from must have the same architecture, except for the classifier"
         )
     model.load_state_dict({name: weights[name] for name in fitting}, strict=False)
-    return kept
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

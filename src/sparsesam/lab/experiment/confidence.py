@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -17,15 +18,16 @@ def half_width(values: Sequence[float]) -> float | None:
     """Returns half the width of the 95 % interval of the mean, t_{n-1} s / √n; None for fewer than three values."""
     if len(values) < MIN_SEEDS:
         return None
-    return _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    from scipy.special import stdtrit  # takes a tenth of a second, which `--help` should not
+
+    return float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def confidence_interval(
     values: Sequence[float], *, lowest: float = -math.inf, highest: float = math.inf
 ) -> tuple[float, float] | None:
     """Returns the 95 % interval of the mean, clipped to the range of possible values (0 to 1 for an accuracy)."""
-    width = half_width(values)
-    if width is None:
+    if (width := half_width(values)) is None:
         return None
     mean = statistics.fmean(values)
     return max(lowest, mean - width), min(highest, mean + width)
@@ -38,17 +40,15 @@ def differ(first: Mapping[int, float], second: Mapping[int, float]) -> bool | No
     than three common seeds, by Welch's test over all seeds.
     """
     differences = [first[seed] - second[seed] for seed in first if seed in second]
-    width = half_width(differences)
-    if width is not None:
+    if (width := half_width(differences)) is not None:
         return abs(statistics.fmean(differences)) > width
     if min(len(first), len(second)) < MIN_SEEDS:
         return None
-    errors = [statistics.variance(values) / len(values) for values in (first.values(), second.values())]
-    difference = abs(statistics.fmean(first.values()) - statistics.fmean(second.values()))
-    if not sum(errors):
-        return difference > 0
-    freedom = sum(errors) ** 2 / (errors[0] ** 2 / (len(first) - 1) + errors[1] ** 2 / (len(second) - 1))
-    return difference > _quantile(freedom) * math.sqrt(sum(errors))
+    from scipy import stats
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # for a variance of 0
+        return bool(stats.ttest_ind(list(first.values()), list(second.values()), equal_var=False).pvalue < 0.05)
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,3 @@ def rank(values: Mapping[VariantT, Mapping[int, float]], *, highest: bool = True
         return None
     best = (max if highest else min)(means, key=means.__getitem__)
     return Ranking(best, [key for key in means if key == best or not differ(values[key], values[best])])
-
-
-def _quantile(freedom: float) -> float:
-    from scipy.special import stdtrit  # takes a tenth of a second, which `--help` should not
-
-    return float(stdtrit(freedom, 0.975))

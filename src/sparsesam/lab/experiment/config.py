@@ -84,7 +84,7 @@ class TrainConfig:
         "shorter-side", "the side, or both, of test images from folders resized to 256 / 224 of image_size"
     )
     augment: Literal["standard", "no-cutout", "none"] = option(
-        "standard", "crop, flip and cutout as in the paper; its noise experiments use no-cutout"
+        "standard", "standard: the paper's crop, flip and cutout"
     )
     mixup: NonNegativeFloat = option(0.0, "alpha of mixup's Beta(alpha, alpha) distribution; 0 turns it off")
     label_noise: Fraction = option(0.0, "fraction of training labels changed to another class")
@@ -128,7 +128,7 @@ class TrainConfig:
     )
     eta: float = option(0.01, "eta of the adaptive perturbation", _ADAPTIVE)
     radius: Literal["global", "layer", "element"] = option(
-        "global", "rho is the norm of the perturbation, of each tensor's or of each entry's", _BY_GRADIENT
+        "global", "the part of the perturbation with norm rho", _BY_GRADIENT
     )
     ascent_steps: PositiveInt = option(1, "steps of the ascent, with a pass each", _BY_GRADIENT)
     alpha: NonNegativeFloat | None = option(
@@ -173,19 +173,13 @@ class TrainConfig:
     accumulate: PositiveInt = option(1, "number of micro-batches per step, to save memory")
     label_smoothing: FractionBelow1 = option(0.0, "label smoothing of the training loss")
     ema: FractionBelow1 | None = option(None, "evaluate an exponential moving average of the weights with this decay")
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = option(
-        "fp32", "tf32: products of float32 may use TF32; bf16 and fp16 are mixed: weights stay float32"
-    )
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = option("fp32", "bf16 and fp16 are mixed: weights stay float32")
     seed: NonNegativeInt = option(0, "seed of initial weights, batches, augmentation, noise and masks")
 
     def __post_init__(self) -> None:
         check_settings(self)
         if self.lr_schedule == "step" and not self.lr_milestones:
             raise ValueError("lr_milestones must be given with lr_schedule step, for example [60, 120, 160], got none")
-        if list(self.lr_milestones) != sorted(set(self.lr_milestones)):
-            raise ValueError(
-                f"lr_milestones must be epochs in increasing order, got {list(self.lr_milestones)}; sort them"
-            )
         if self.batch_size < self.accumulate:
             raise ValueError(f"accumulate must be at most batch_size, {self.batch_size}, got {self.accumulate}")
         if self.optimizer == "ssam" and (self.layers is None) == (self.budget is None):
@@ -213,11 +207,9 @@ class TrainConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the optimizer takes plain steps, without a perturbation."""
         return self.optimizer in PLAIN
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Returns the number of steps of the whole run."""
         whole = self.epochs * steps_per_epoch
         return min(whole, self.max_steps or whole)
 
@@ -257,9 +249,7 @@ class TrainConfig:
 class Machine:
     """Where the data set is, and what computes."""
 
-    data_dir: Path | None = option(
-        None, "directory of the data set's files; default the user's cache", group="files and machine"
-    )
+    data_dir: Path | None = option(None, "the data set's files; default the user's cache", group="files and machine")
     download: bool = option(True, "download a data set that is missing")
     accelerator: str = option("auto", "cpu, cuda, mps or auto")
 
@@ -296,9 +286,7 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.f
 
 
 def unused(config: TrainConfig) -> dict[str, str]:
-    """Returns the settings that do not affect a run, and what would use them: two runs that differ only in these are
-    the same run.
-    """
+    """Returns the settings that do not affect a run, and what would use them."""
     rules = {field.name: field.metadata["used"] for field in dataclasses.fields(TrainConfig)}
     return {name: rule.words for name, rule in rules.items() if rule is not None and not rule.holds(config)}
 
@@ -319,16 +307,17 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**({"optimizer": "ssam"} if implied else {}), **given}
 
 
-def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironment]:
-    """Build both kinds of settings from one mapping, as in a run's ``config.yaml``."""
-    environment = {name: value for name, value in values.items() if name in names_of(RunEnvironment)}
-    rest = {name: value for name, value in values.items() if name not in environment}
-    check_names(rest, (*DEFAULTS, *names_of(RunEnvironment)))
-    return TrainConfig(**rest), RunEnvironment(**environment)
-
-
 def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
+
+
+def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironment]:
+    """Build both kinds of settings from one mapping, as in a run's ``config.yaml``."""
+    check_names(values, (*DEFAULTS, *names_of(RunEnvironment)))
+    config, environment = (
+        {name: values[name] for name in names_of(kind) if name in values} for kind in (TrainConfig, RunEnvironment)
+    )
+    return TrainConfig(**config), RunEnvironment(**environment)
 
 
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

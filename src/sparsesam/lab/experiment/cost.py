@@ -1,7 +1,7 @@
-"""The compute cost of a run, in units of one forward-backward pass over one batch.
+"""The compute cost of a run, in units of one forward-backward pass over one batch, whatever the machine.
 
-The unit does not depend on the machine or its load. Multiply-adds of matrix products and convolutions are counted, so
-steps that leave work out cost less. Steps of one kind cost the same, except esam's; one of each kind is counted.
+Multiply-adds of matrix products and convolutions are counted, so steps that leave work out cost less. Steps of one kind
+cost the same, except esam's; one of each kind is counted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from sparsesam.recommended import ASCENT_FRACTION
 
 
 def passes_per_step(config: TrainConfig, *, epochs: float | None = None) -> float:
-    """Returns forward-backward passes per average step by the settings, without masks: 1 for SGD, 2 for SAM.
-
-    ``epochs`` overrides the number of epochs of the config.
-    """
+    """Returns forward-backward passes per average step by the settings, without masks: 1 for SGD, 2 for SAM."""
     if config.optimizer == "auto":
         least = 1 + ASCENT_FRACTION
         return least if config.budget is None or config.budget >= least else 1.0

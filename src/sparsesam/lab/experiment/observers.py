@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
 
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display import plural
@@ -23,19 +21,12 @@ if TYPE_CHECKING:
 
 
 class RunObserver:
-    """Callbacks during a run."""
+    """Callbacks: when a run starts or resumes in ``where``, after each step and evaluated epoch, and last of all."""
 
-    def begin(self, training: Training, where: Path) -> None:
-        """Called when training starts or resumes in the directory ``where``."""
-
-    def step(self, training: Training) -> None:
-        """Called after every step."""
-
-    def epoch(self, record: EpochRecord) -> None:
-        """Called after every epoch and its evaluation."""
-
-    def end(self, *, complete: bool) -> None:
-        """Called last, whether or not the run is complete."""
+    def begin(self, training: Training, where: Path) -> None: ...
+    def step(self, training: Training) -> None: ...
+    def epoch(self, record: EpochRecord) -> None: ...
+    def end(self, *, complete: bool) -> None: ...
 
 
 class ProgressBar(RunObserver):
@@ -45,8 +36,8 @@ class ProgressBar(RunObserver):
         self.console = Console(highlight=False, markup=False)
         columns = (
             TextColumn("{task.description}"),
-            TimeRemainingColumn(table_column=Column(min_width=7)),  # a narrow terminal cuts the last columns
-            TextColumn("remaining", table_column=Column(min_width=9)),
+            TimeRemainingColumn(),
+            TextColumn("remaining"),
             BarColumn(bar_width=10),
         )
         self.bar = Progress(*columns, console=self.console, refresh_per_second=4, disable=not self.console.is_terminal)
@@ -60,7 +51,6 @@ class ProgressBar(RunObserver):
             f"{plural(config.epochs, 'epoch')} of {plural(training.batches.steps, 'step')}{begun}; {where}",
             soft_wrap=True,
         )
-        self.start, self.first, self.total = time.monotonic(), training.steps_taken, training.total_steps
         self.bar.reset(self.task, total=training.total_steps, completed=training.steps_taken)
         self.bar.start()
 
@@ -71,14 +61,14 @@ class ProgressBar(RunObserver):
         self.bar.update(self.task, completed=training.steps_taken, description=text)
 
     def epoch(self, record: EpochRecord) -> None:
-        left = self.total - record.step
-        seconds = (time.monotonic() - self.start) * left / (record.step - self.first)
+        remaining = self.bar.tasks[0].time_remaining
         validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:6.2%}  "
         mask = "" if record.sparsity is None else f"  density {1 - record.sparsity:.3f}  rho {record.rho:.3g}"
+        left = f"  {duration(remaining)} remaining" if remaining else ""
         self.console.print(
             f"epoch {record.epoch}/{record.epochs}  loss {record.train_loss:.4f}  "
             f"train {record.train_accuracy:6.2%}  {validation}test {record.test_accuracy:6.2%}  "
-            f"{record.images_per_second:,.0f} images/s{mask}{f'  {duration(seconds)} remaining' if left else ''}",
+            f"{record.images_per_second:,.0f} images/s{mask}{left}",
             soft_wrap=True,
         )
 

@@ -36,8 +36,8 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
     if config.optimizer == "auto":
         cost = {} if config.budget is None else {"cost": config.budget}
         return sparsesam.recommended(base, model, rho=config.rho, **cost)
-    is_masked = config.optimizer not in ("sam", "asam", *_VARIANTS)
-    mask = _mask(config, model, fisher_data, steps_per_epoch) if is_masked else None
+    has_mask = config.optimizer not in ("sam", "asam", *_VARIANTS)
+    mask = _mask(config, model, fisher_data, steps_per_epoch) if has_mask else None
     schedule = _rho_schedule(config, base, steps_per_epoch)
     timing: dict[str, Any] = {"every": config.ascent_every, "start": round(config.ascent_start * steps_per_epoch)}
     if config.ascent == "extrapolation":
@@ -45,15 +45,13 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
     same = ("rho", "eta", "radius", "ascent_steps", "ascent_fraction", "engine")
     common = timing | {name: getattr(config, name) for name in same}
     common |= {"adaptive": config.adaptive or config.optimizer == "asam", "rho_schedule": schedule}
-    if config.ascent == "momentum":
-        return sparsesam.MomentumSAM(base, model, mask=mask, norm=config.norm, **common)
     if variant := _VARIANTS.get(config.optimizer):
         given = {name: value for name in _OWN if (value := getattr(config, name)) is not None}
-        own = accepted(variant, {**given, "seed": derive(config.seed, Purpose.MASK)})
-        return variant(base, model, **common, **own)
-    if mask is not None:
-        return sparsesam.SSAM(base, model, mask=mask, norm=config.norm, ascent=config.ascent, **common)
-    return sparsesam.SAM(base, model, ascent=config.ascent, **common)
+        return variant(base, model, **common, **accepted(variant, {**given, "seed": derive(config.seed, Purpose.MASK)}))
+    common |= {"mask": mask, "norm": config.norm}
+    if config.ascent == "momentum":
+        return sparsesam.MomentumSAM(base, model, **common)
+    return (sparsesam.SAM if mask is None else sparsesam.SSAM)(base, model, ascent=config.ascent, **common)
 
 
 def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
@@ -77,13 +75,9 @@ def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
 
 def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    base: Optimizer
-    if config.base_name == "sgd":
-        base = torch.optim.SGD(parameters, momentum=config.momentum, nesterov=config.nesterov, **common)
-    else:
-        make = torch.optim.Adam if config.base_name == "adam" else torch.optim.AdamW
-        base = make(parameters, betas=config.betas, eps=config.eps, **common)
+    kind: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.base_name]
+    names = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
+    base: Optimizer = kind(parameters, **accepted(kind, {name: getattr(config, name) for name in names}))
     if (largest := config.clip_grad_norm) is not None:
 
         def clip(*_: Any) -> None:

@@ -69,15 +69,11 @@ def lost_ranks_are_named(fabric: Fabric, command: str) -> Iterator[None]:
     ranks: list[Any] = [None] * fabric.world_size
     try:
         torch.distributed.all_gather_object(ranks, (socket.gethostname(), os.getpid()))
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise LostRankError(f"a rank ended before training began ({reason}); continue with: {command}") from error
-    try:
         yield
     except RunError:
         raise
     except RuntimeError as error:
-        local = {rank: pid for rank, (host, pid) in enumerate(ranks) if host == socket.gethostname()}
+        local = {rank: place[1] for rank, place in enumerate(ranks) if place and place[0] == socket.gethostname()}
         deadline = time.monotonic() + 2.0  # a connection ends before its process
         while not (lost := [rank for rank in local if not _is_alive(local[rank])]) and time.monotonic() < deadline:
             time.sleep(0.05)

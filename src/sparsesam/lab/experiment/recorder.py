@@ -12,7 +12,7 @@ from sparsesam.lab.experiment.errors import CheckpointError
 from sparsesam.lab.experiment.observers import RunObserver
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import EpochRecord, RunResult, best_of, read_epochs
-from sparsesam.lab.experiment.run_directory import RunDirectory, all_settings, append_records
+from sparsesam.lab.experiment.run_directory import RunDirectory, append_records
 from sparsesam.lab.experiment.training import Training
 
 #: By default masks are recorded if all masks of the run take at most this many bytes.
@@ -30,20 +30,17 @@ class RunRecorder(RunObserver):
 
     def __init__(self, training: Training, directory: RunDirectory, environment: RunEnvironment) -> None:
         self.training, self.directory, config = training, directory, training.config
-        self.settings = all_settings(config, environment)
         self.checkpoint_steps = environment.checkpoint_steps
         small = masks_are_small(config, training.num_parameters, training.batches.steps)
         self.records_masks = small if environment.record_masks is None else environment.record_masks
         self.saved_at, self.masks = training.steps_taken, training.cost.masks
-        if not environment.resume or not directory.last.exists():
+        directory.begin(config, environment)
+        if not (environment.resume and directory.last.exists()):
             directory.rewind(-1, "")
-        extended = directory.begin(config, environment)
         self.epochs, self.records = read_epochs(directory.records), directory.records.read_text()
         about = {"config": asdict(config), "hash": config.content_hash, "name": environment.name}
         self.header = {**about, "provenance": provenance()}
-        kind = "extend" if extended is not None else "resume" if training.steps_taken else "run"
-        before = {} if extended is None else {"epochs_before": extended}
-        self._append({"kind": kind, "step": training.steps_taken, **before, **self.header})
+        self._append({"kind": "resume" if training.steps_taken else "run", "step": training.steps_taken, **self.header})
 
     def _append(self, record: Mapping[str, Any]) -> None:
         self.records += append_records(self.directory.records, [record])
@@ -68,7 +65,7 @@ class RunRecorder(RunObserver):
             _save_best(self.training, self.directory, record)
 
     def _save(self) -> None:
-        content = {"settings": self.settings, "records": self.records, "training": self.training.state_dict()}
+        content = {"records": self.records, "training": self.training.state_dict()}
         checkpoint.save(self.directory.last, self.training.config.identity, content)
         self.saved_at = self.training.steps_taken
 
@@ -79,30 +76,22 @@ class RunRecorder(RunObserver):
 
 def restore(training: Training, directory: RunDirectory) -> None:
     """Load the last checkpoint; without one, start from the beginning."""
-    main = training.fabric.global_rank == 0
     if not directory.last.exists():
-        if main:
-            directory.check_begun()
         return
     content = directory.load(directory.last, training.fabric.device)
     try:
         training.load_state_dict(content["training"])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{directory.last} does not fit its run: {error}") from error
-    if main:
-        directory.rewind(training.steps_taken, content["records"])
-        _check_best(training, directory)
-
-
-def _check_best(training: Training, directory: RunDirectory) -> None:
-    """Check that ``best.pt`` is of the best epoch; if that ended with ``last.pt``, write what a kill left unwritten."""
+    if training.fabric.global_rank != 0:
+        return
+    directory.rewind(training.steps_taken, content["records"])
     if not (epochs := read_epochs(directory.records)):
         return
     best = best_of(epochs)
-    if best.step == training.steps_taken:
+    if best.step == training.steps_taken:  # a kill may have left it unwritten
         _save_best(training, directory, best)
-    content = directory.load(directory.best) if directory.best.exists() else {}
-    if (content.get("epoch"), content.get("test_accuracy")) != (best.epoch, best.test_accuracy):
+    elif not directory.best.exists() or directory.load(directory.best)["epoch"] != best.epoch:
         raise CheckpointError(
             f"{directory.best} is missing or not of the best epoch, {best.epoch}; restore it, or delete all files of "
             "the run to train from the beginning"

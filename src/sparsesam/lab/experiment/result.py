@@ -45,7 +45,7 @@ class _Metrics:
     val_accuracy: float | None
     test_loss: float
     test_accuracy: float
-    test_top5_accuracy: float | None = None  # not in the files of earlier versions
+    test_top5_accuracy: float
     forward_backwards: float
     sparsity: float | None
 
@@ -68,6 +68,31 @@ class EpochRecord(_Metrics):
     skipped_ascents: int
     mask_seconds: list[float]
     step_seconds: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult(_Metrics):
+    """Losses and accuracies are those of the last epoch; times are those of training steps, including mask refreshes.
+
+    ``best_test_accuracy`` is the test accuracy of ``best.pt``, the epoch with the best accuracy on
+    ``best_chosen_on``: the validation images, or the test images if the run has no validation images.
+    ``budget`` is the requested price of a step, ``forward_backwards_per_step`` the counted price.
+    ``seconds_per_mask`` excludes the first mask if there are more. The warm times (with ``record_times``) are medians
+    over the steps after the first few, without mask refreshes.
+    """
+
+    best_test_accuracy: float
+    best_chosen_on: Literal["val", "test"]
+    best_epoch: int
+    epochs: float
+    steps: int
+    forward_backwards_per_step: float
+    budget: float | None
+    seconds: float
+    seconds_per_mask: float | None
+    warm_seconds_per_step: float | None
+    warm_seconds_per_epoch: float | None
+    parameters: int
 
 
 def complete_epoch(training: Training) -> EpochRecord:
@@ -103,53 +128,6 @@ def best_of(epochs: Sequence[EpochRecord]) -> EpochRecord:
     return max(epochs, key=lambda epoch: epoch.test_accuracy if epoch.val_accuracy is None else epoch.val_accuracy)
 
 
-def read_epochs(path: Path) -> list[EpochRecord]:
-    """Read the records of kind "epoch" in a run's ``records.jsonl``."""
-    return [_made(EpochRecord, path, record) for record in read_records(path) if record.pop("kind", None) == "epoch"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult(_Metrics):
-    """Losses and accuracies are those of the last epoch; times are those of training steps, including mask refreshes.
-
-    ``best_test_accuracy`` is the test accuracy of ``best.pt``, the epoch with the best accuracy on
-    ``best_chosen_on``: the validation images, or the test images if the run has no validation images.
-    ``budget`` is the requested price of a step, ``forward_backwards_per_step`` the counted price.
-    ``seconds_per_mask`` excludes the first mask if there are more. The warm times (with ``record_times``) are medians
-    over the steps after the first few, without mask refreshes.
-    """
-
-    best_test_accuracy: float
-    best_chosen_on: Literal["val", "test"]
-    best_epoch: int
-    epochs: float
-    steps: int
-    forward_backwards_per_step: float
-    budget: float | None = None
-    seconds: float
-    seconds_per_mask: float | None
-    warm_seconds_per_step: float | None
-    warm_seconds_per_epoch: float | None
-    parameters: int
-
-
-def read_result(path: Path, run: str | None = None) -> RunResult | None:
-    """Read the ``result.json`` of the run with the hash ``run``; None if it does not exist."""
-    content = read_json(path)
-    if content is not None and run is not None and content.get("hash", run) != run:
-        raise RunError(f"{path} is the result of another run; delete it and run the same command again")
-    return None if content is None else _made(RunResult, path, content.get("result"))
-
-
-def _made(kind: type[Made], path: Path, values: Any) -> Made:
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise RunError(
-            f"{path} was not written by this version of sparsesam ({error}); restore or delete it"
-        ) from error
-
-
 def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
     """Build the result from the records of all epochs."""
     last, best, steps_per_epoch = epochs[-1], best_of(epochs), training.batches.steps
@@ -174,3 +152,23 @@ def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
 def _warm_median(seconds: list[float], cold: int) -> float | None:
     """Returns the median without the first ``cold`` values, or of all if there are no more; None for no values."""
     return statistics.median(seconds[cold:] or seconds) if seconds else None
+
+
+def read_epochs(path: Path) -> list[EpochRecord]:
+    """Read the records of kind "epoch" in a run's ``records.jsonl``."""
+    return [_made(EpochRecord, path, record) for record in read_records(path) if record.pop("kind", None) == "epoch"]
+
+
+def read_result(path: Path, run: str | None = None) -> RunResult | None:
+    """Read the ``result.json`` of the run with the hash ``run``; None if it does not exist."""
+    content = read_json(path)
+    if content is not None and run is not None and content.get("hash", run) != run:
+        raise RunError(f"{path} is the result of another run; delete it and run the same command again")
+    return None if content is None else _made(RunResult, path, content.get("result"))
+
+
+def _made(kind: type[Made], path: Path, values: Any) -> Made:
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise RunError(f"{path} is not of this version of sparsesam ({error}); restore or delete it") from error

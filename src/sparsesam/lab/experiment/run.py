@@ -45,6 +45,7 @@ def run_training(
     """
     fabric = make_fabric(config, environment)
     directory = RunDirectory(environment.directory(config))
+    command = shlex.join(["sparsesam", "train", "--resume", "--out", str(directory.path)])
     main = fabric.global_rank == 0
     observers = [observer] if main and observer is not None else []
     if main and environment.logger != "none":
@@ -56,13 +57,15 @@ def run_training(
         splits = load_splits(config, environment, progress=main and not environment.quiet and sys.stdout.isatty())
         fabric.launch()
         try:
-            with lost_ranks_are_named(fabric, resume_command(directory.path)):
+            with lost_ranks_are_named(fabric, command):
                 training = make_training(config, splits, fabric, environment)
                 with directory.locked() if main else nullcontext():
                     if environment.resume:  # first, so that an unreadable checkpoint leaves the run unchanged
                         restore(training, directory)
                     recorder = RunRecorder(training, directory, environment) if main else None
-                    _train(training, directory, [recorder, *observers] if recorder else [], stop)
+                    if not _train(training, directory.path, [recorder, *observers] if recorder else [], stop):
+                        steps = plural(training.steps_taken, "step")
+                        raise Interrupted(f"stopped after {steps} and saved; continue with: {command}")
                     result = fabric.broadcast(run_result(training, recorder.epochs) if recorder else None)
                     assert result is not None
                     if recorder:
@@ -71,6 +74,8 @@ def run_training(
         except Exception as error:
             if recorder and not isinstance(error, Interrupted | CheckpointError | LostRankError):
                 directory.write_failure(error)
+            if isinstance(error, DivergedError) and directory.last.exists():
+                raise DivergedError(f"{error}; the last good checkpoint is {directory.last}") from None
             raise
 
 
@@ -109,15 +114,15 @@ def make_training(
     return Training(config, model, batches, fabric, record_times=environment.record_times)
 
 
-def _train(
-    training: Training, directory: RunDirectory, observers: Sequence[RunObserver], stop: Callable[[], bool]
-) -> None:
+def _train(training: Training, place: Path, observers: Sequence[RunObserver], stop: Callable[[], bool]) -> bool:
+    """Train to the end, or until a signal or ``stop``; returns whether the run is complete."""
+
     def on_step() -> None:
         for observer in observers:
             observer.step(training)
 
     for observer in observers:
-        observer.begin(training, directory.path)
+        observer.begin(training, place)
     complete = False
     with stop_on_signal() as signalled:
         try:
@@ -127,17 +132,9 @@ def _train(
                     for observer in observers:
                         observer.epoch(record)
                 if training.stop_requested and not training.finished:
-                    steps, command = plural(training.steps_taken, "step"), resume_command(directory.path)
-                    raise Interrupted(f"stopped after {steps} and saved; continue with: {command}")
+                    return False
             complete = True
-        except DivergedError as error:
-            last = directory.last
-            kept = f"the last good checkpoint is {last}" if last.exists() else "no epoch was completed"
-            raise DivergedError(f"{error}; {kept}") from None
+            return True
         finally:
             for observer in observers:
                 observer.end(complete=complete)
-
-
-def resume_command(path: Path) -> str:
-    return shlex.join(["sparsesam", "train", "--resume", "--out", str(path)])

@@ -1,6 +1,6 @@
 """A run's directory: its settings, records, checkpoints and result. Only one process at a time uses it.
 
-config.yaml   every setting            last.pt   everything needed to resume, with a copy of settings and records
+config.yaml   every setting            last.pt   everything needed to resume, with a copy of the records
 records.jsonl one line per epoch       best.pt   the weights with the best validation (or test) accuracy
 result.json   of a finished run only   masks/    each mask, written when it is computed
 analyses/     results of `sparsesam analyze`        failure.json  of a failed run only
@@ -20,7 +20,7 @@ import os
 import socket
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, differences, split_settings
 from sparsesam.lab.experiment.errors import CheckpointError, RunError, one_line
 from sparsesam.lab.experiment.provenance import provenance
+from sparsesam.masks.packed import unpack_bits
 
 
 class RunDirectory:
@@ -54,50 +55,32 @@ class RunDirectory:
     def existing(cls, path: Path) -> RunDirectory:
         """Returns the directory of an existing run."""
         directory = cls(path)
-        if not directory.has_begun:
+        if not directory.config.exists():
             raise ValueError(f"{path} has no run: there is no config.yaml; pass a directory of `sparsesam train`")
         return directory
-
-    @property
-    def has_begun(self) -> bool:
-        return self.config.exists() or self.last.exists()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the directory against a second run. The lock ends with the process, even if it is killed."""
-        file = self.path / "running.lock"
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(file)
         try:
-            lock.acquire(timeout=0)
+            with FileLock(self.path / "running.lock", timeout=0):
+                self.running.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+                try:
+                    yield
+                finally:
+                    self.running.unlink(missing_ok=True)
         except Timeout:
-            process = "another process"
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                found = read_json(self.running)
-                process = f"process {found['pid']} on {found['host']}"
-            raise RunError(f"{self.path} is in use by {process}; choose another --out, or wait") from None
-        try:
-            self.running.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-            yield
-        finally:
-            self.running.unlink(missing_ok=True)
-            with suppress(OSError):  # Windows does not remove an open file
-                file.unlink()
-            lock.release()
+            raise RunError(f"{self.path} is in use by another process; choose another --out, or wait") from None
 
     # ---- settings ------------------------------------------------------------------------------------------
 
     def check(self, config: TrainConfig, *, resume: bool) -> None:
-        """Raise ValueError if the run may not start in this directory; writes nothing."""
-        try:
-            existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-            is_usable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-            reason = "" if is_usable else f"{existing} is not a directory that can be written to"
-        except OSError as error:  # for a name that is too long
-            reason = str(error.strerror)
-        if reason:
-            raise ValueError(f"the run's directory {self.path} cannot be made: {reason}; choose another --out")
-        if resume and self.has_begun:
+        """Raise ValueError or RunError if the run may not start in this directory; writes nothing."""
+        place = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not (place.is_dir() and os.access(place, os.W_OK)):
+            raise ValueError(f"{place} is not a directory that can be written to; choose another --out")
+        if resume and self.config.exists():
             saved = self.saved_config()
             same = dataclasses.replace(config, epochs=saved.epochs).canonical == saved.canonical
             if not same or config.epochs < saved.epochs:
@@ -110,32 +93,33 @@ class RunDirectory:
                     f"{self.path} has a finished run of {plural(saved.epochs, 'epoch')}; a larger --epochs extends it, "
                     "another --out starts a new one"
                 )
+            if self.best.exists() and not self.last.exists():
+                raise RunError(
+                    f"{self.last} is missing, although best.pt was written after it; restore it, or delete best.pt to "
+                    "train from the beginning"
+                )
         elif self.result.exists():
             raise ValueError(f"{self.path} has a finished run; choose another --out for a new one")
         elif self.last.exists() or self.best.exists():
             raise ValueError(f"{self.path} has an unfinished run; continue it with --resume, or choose another --out")
 
-    def begin(self, config: TrainConfig, environment: RunEnvironment) -> int | None:
-        """Write the settings; returns the previous number of epochs if this run extends an earlier one."""
+    def begin(self, config: TrainConfig, environment: RunEnvironment) -> None:
+        """Write the settings; a run that is extended by more epochs loses its result."""
         self.check(config, resume=environment.resume)
         for left in (self.failure, *self.path.glob("*.part"), *self.masks.glob("*.part")):  # of a run that ended early
             left.unlink(missing_ok=True)
-        before = None
-        if environment.resume and self.has_begun and (before := self.saved_config().epochs) != config.epochs:
-            self.result.unlink(missing_ok=True)
-        settings = all_settings(config, environment)
-        write_atomically(self.config, yaml.safe_dump(seal(settings), sort_keys=False))
-        return None if before == config.epochs else before
+        self.result.unlink(missing_ok=True)
+        settings = {**dataclasses.asdict(config), **dataclasses.asdict(environment)}
+        settings["data_dir"] = environment.data_dir and str(environment.data_dir.absolute())
+        plain = json.loads(json.dumps({name: settings[name] for name in settings if name not in ("out", "resume")}))
+        write_atomically(self.config, yaml.safe_dump(seal(plain), sort_keys=False))
 
     def settings(self) -> dict[str, Any]:
-        """Returns every setting, from ``config.yaml`` or, if that was deleted, from ``last.pt``."""
-        if not self.config.exists():
-            return dict(checkpoint.load(self.last)["settings"])
+        """Returns every setting, except where the run is and whether it is resumed."""
         try:
             return unseal(yaml.safe_load(self.config.read_text()), required=True)
         except Exception as error:  # damaged text can fail in any way
-            remedy = "delete it, and its copy in last.pt is used" if self.last.exists() else "start a new run"
-            raise RunError(f"{self.config} is damaged ({one_line(error)}); restore it, or {remedy}") from error
+            raise RunError(f"{self.config} is damaged ({one_line(error)}); restore it, or start a new run") from error
 
     def saved_config(self) -> TrainConfig:
         """Returns the settings that determine the run's result."""
@@ -152,14 +136,6 @@ class RunDirectory:
         if content["run"] != self.saved_config().identity:
             raise CheckpointError(f"{file} or {self.config} is of another run; restore the right one")
         return content
-
-    def check_begun(self) -> None:
-        """Raise RunError if ``last.pt`` is missing although the run has written it before: ``best.pt`` comes later."""
-        if others := [file.name for file in (self.best, self.result) if file.exists()]:
-            raise RunError(
-                f"{self.last} is missing, although {' and '.join(others)} was written after it; "
-                "restore it, or delete those files to train from the beginning"
-            )
 
     def rewind(self, step: int, records: str) -> None:
         """Undo what was written after the checkpoint of ``step``; a resumed run writes it again."""
@@ -195,15 +171,6 @@ class RunDirectory:
     def mask_files(self) -> list[tuple[int, Path]]:
         """Returns the recorded masks as (step, file), ordered by step."""
         return sorted((int(file.stem), file) for file in self.masks.glob("*.pt") if file.stem.isdigit())
-
-
-def all_settings(config: TrainConfig, environment: RunEnvironment) -> dict[str, Any]:
-    """Returns every setting as plain values, except where the run is and whether it is resumed."""
-    values = {**dataclasses.asdict(config), **dataclasses.asdict(environment)}
-    values |= {"data_dir": environment.data_dir and str(environment.data_dir.absolute())}
-    kept = {name: value for name, value in values.items() if name not in ("out", "resume")}
-    plain: dict[str, Any] = json.loads(json.dumps(kept))
-    return plain
 
 
 # ---- text files with a sum -------------------------------------------------------------------------------------------
@@ -264,9 +231,9 @@ def read_masks(run: Path | str) -> Iterator[tuple[int, dict[str, Tensor]]]:
     directory = RunDirectory(Path(run))
     files = directory.mask_files()
     if directory.result.exists():
-        made = [len(record.get("mask_seconds", ())) for record in read_records(directory.records)]
-        if sum(made) != len(files):
-            raise RunError(f"{directory.masks} has {len(files)} of {plural(sum(made), 'mask')}; restore the others")
+        made = sum(len(record.get("mask_seconds", ())) for record in read_records(directory.records))
+        if made != len(files):
+            raise RunError(f"{directory.masks} has {len(files)} of {plural(made, 'mask')}; restore the others")
     for step, file in files:
         yield step, read_mask_file(file)
 
@@ -276,11 +243,8 @@ def read_mask_file(file: Path) -> dict[str, Tensor]:
     content = RunDirectory(file.parent.parent).load(file)
     if (found := content.get("step")) != int(file.stem):
         raise RunError(f"{file} has the masks of step {found}; restore the right one, or remove it")
-    masks = {}
-    for name, shape in content["shapes"].items():
-        flat = np.unpackbits(content["bits"][name].numpy(), count=math.prod(shape)).view(np.bool_)
-        masks[name] = torch.from_numpy(flat).reshape(shape)
-    return masks
+    shapes = content["shapes"].items()
+    return {name: unpack_bits(content["bits"][name])[: math.prod(shape)].view(shape) for name, shape in shapes}
 
 
 def write_atomically(path: Path, text: str) -> None:

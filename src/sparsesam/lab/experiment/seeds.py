@@ -1,7 +1,5 @@
-"""Random numbers as a function of the seed and the position in a run, so that resuming needs no generator state.
-
-No generator of a run outlives a step, except the mask's own, which is saved with the optimizer. So every rank, and a
-run resumed within an epoch, draws the same numbers as one uninterrupted process.
+"""Random numbers as a function of the seed and the position in a run: every rank, and a run resumed within an epoch,
+draws the same numbers as one uninterrupted process. Only the mask's generator outlives a step; the optimizer saves it.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Rule:
         return Rule(f"{self.words} and {other.words}", lambda value: self.holds(value) and other.holds(value))
 
 
-_AT_LEAST_0, _AT_LEAST_1 = Rule("at least 0", lambda value: value >= 0), Rule("at least 1", lambda value: value >= 1)
-PositiveInt = Annotated[int, _AT_LEAST_1]
+_AT_LEAST_0 = Rule("at least 0", lambda value: value >= 0)
+PositiveInt = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
 NonNegativeInt = Annotated[int, _AT_LEAST_0]
 NonNegativeFloat = Annotated[float, _AT_LEAST_0]
 PositiveFloat = Annotated[float, Rule("greater than 0", lambda value: value > 0)]

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -26,17 +24,14 @@ from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, check_u
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import RunResult, read_result
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, write_atomically
-from sparsesam.lab.experiment.setting_types import Rule, as_mapping, convert, read_yaml
+from sparsesam.lab.experiment.setting_types import PositiveInt, as_mapping, convert, read_yaml
 from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.names import check_names, suggestion
 
 #: How often a run on a Ray cluster may lose its machine.
 LOST_MACHINES = 3
-#: More combinations of a grid, or seeds, are taken for a mistake.
-MOST_RUNS = 100_000
 
 _KEYS = ("title", "settings", "variants", "grid", "seeds")
-_SEEDS = Rule(f"1 to {MOST_RUNS:,}, or a list of seeds", lambda count: 1 <= count <= MOST_RUNS)
 
 
 @dataclass(frozen=True)
@@ -82,23 +77,20 @@ class Job:
 
     @property
     def status(self) -> str:
-        if self.is_finished:
-            return "finished"
-        return "unfinished" if self.failure is None else "failed"
+        return "finished" if self.is_finished else "unfinished" if self.failure is None else "failed"
 
     @property
     def failure(self) -> str | None:
         """The error of the last attempt, if it failed."""
         content = read_json(self.files.failure)
-        return None if content is None else str(content.get("error", "no reason was recorded"))
+        return None if content is None else str(content["error"])
 
     @property
     def result(self) -> RunResult | None:
         return read_result(self.files.result, self.config.content_hash)
 
-    def measured(self, name: str) -> float | None:
-        value: float | None = getattr(self.result, name, None)
-        return value
+    def measured(self, name: str) -> Any:
+        return getattr(self.result, name, None)
 
     @property
     def epochs_done(self) -> int:
@@ -126,11 +118,8 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
         check_names(content, _KEYS)
         title = convert("title", content.get("title", name), str)
         given = content.get("seeds", 1) if seeds is None else seeds
-        count_or_list = convert("seeds", given, Annotated[int, _SEEDS] | tuple[int, ...])
-        chosen = range(count_or_list) if isinstance(count_or_list, int) else count_or_list
-        if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
-            raise ValueError(f"seeds must be different whole numbers of at least 0, got {list(chosen)}")
-        return Sweep(title, _variants(content, overrides), chosen)
+        chosen = convert("seeds", given, PositiveInt | tuple[int, ...])
+        return Sweep(title, _variants(content, overrides), range(chosen) if isinstance(chosen, int) else chosen)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -145,8 +134,6 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ValueError(f"grid must have a list of values for each setting, got {values!r:.100} for {name}")
-    if (count := len(variants) * math.prod(map(len, grid.values()))) > MOST_RUNS:
-        raise ValueError(f"grid must have at most {MOST_RUNS:,} combinations, got {count:,}; divide the sweep")
     axes = [[(name, value) for value in values] for name, values in grid.items()]
     configs: dict[str, TrainConfig] = {}
     shared = {*settings, *grid, *overrides}
@@ -165,19 +152,13 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def _read(file: str | Path) -> tuple[str, str]:
-    given = Path(file)
+    given, included = Path(file), resources.files("sparsesam.lab.experiment") / "sweeps" / f"{file}.yaml"
     if given.is_file():
         return given.read_text(encoding="utf-8"), given.stem
-    files = (resources.files("sparsesam.lab.experiment") / "sweeps").iterdir()
-    packaged = {path.name.removesuffix(".yaml"): path for path in files if path.name.endswith(".yaml")}
-    if str(file) in packaged:
-        return packaged[str(file)].read_text(), str(file)
-    folder = given.parent if given.parent.is_dir() else Path()
-    found = sorted(str(other) for suffix in ("*.yaml", "*.yml") for other in folder.glob(suffix))
-    raise ValueError(
-        f"does not exist; pass a YAML file or a sweep included in sparsesam ({', '.join(packaged)})"
-        f"{suggestion(str(file), [*found, *packaged])}"
-    )
+    if included.is_file():
+        return included.read_text(encoding="utf-8"), str(file)
+    found = suggestion(str(file), [*map(str, given.parent.glob("*.yaml")), "demo"])
+    raise ValueError(f"does not exist; pass a YAML file or demo, the sweep included in sparsesam{found}")
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -196,9 +177,8 @@ def sweep_jobs(
     """Run the jobs that are not finished and, unless ``retry``, have not failed; interrupted runs are resumed.
 
     ``workers`` jobs run in parallel; ``on_end`` is called in this process when one ends, with its warnings. Workers
-    save a checkpoint and stop when this process ends. "ray" sends the runs to the Ray cluster that this process can
-    reach, or to one started here; its machines must share the directory of the runs, and the runs of a lost machine
-    continue on another.
+    save a checkpoint and stop when this process ends. "ray" sends the runs to a Ray cluster, or one started here; its
+    machines must share the directory of the runs, and the runs of a lost machine continue on another.
     """
     distinct = [same[0] for same in grouped(jobs, lambda job: job.directory).values()]
     due = [job for job in distinct if job.status == "unfinished" or (retry and job.status == "failed")]
@@ -243,17 +223,17 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
 def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
     """Yield a GPU that no other run of the sweep uses, as a ``devices`` string; the lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
-    while True:
-        for number in range(count):
-            lock = FileLock(folder / f"gpu-{number}.lock")
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                continue
-            with lock:
-                yield f"{number},"
+    for number in itertools.cycle(range(count)):
+        lock = FileLock(folder / f"gpu-{number}.lock")
+        try:
+            lock.acquire(timeout=1.0)
+        except Timeout:
+            continue
+        try:
+            yield f"{number},"
             return
-        time.sleep(1.0)
+        finally:
+            lock.release()
 
 
 def _in_processes(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: int) -> Iterator[_Ended]:
@@ -265,8 +245,8 @@ def _in_processes(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: in
         yield from parallel(joblib.delayed(run)(job) for job in jobs)
     except TerminatedWorkerError as error:
         raise RunError(
-            "a worker process was killed, perhaps out of memory; run the same command again to continue, "
-            "with fewer --jobs to use less memory"
+            "a worker process was killed, perhaps out of memory; run the same command again to continue, perhaps with "
+            "fewer --jobs"
         ) from error
 
 

@@ -36,7 +36,7 @@ VARYING_STEPS = 100
 
 
 class Training:
-    """Model, optimizer and state of one run. `advance` takes steps until the epoch ends or ``stop`` returns True.
+    """Model, optimizer and state of one run.
 
     ``record_times`` records the seconds of every step, excluding mask refreshes and waiting for images; on a GPU it
     synchronizes each step.
@@ -55,26 +55,23 @@ class Training:
         first = next(batches.train(0))
         unit = plain_pass_operations(model.to(fabric.device), first.images, first.labels)
         self.cost = StepCost(unit, config.batch_size)
+        compiled = model
         if config.compile:  # operations of compiled code are not seen
             self.cost.per_image = {"ascent": 1 + config.ascent_steps * config.ascent_fraction, "plain": 1.0}
+            compiled = torch.compile(model)  # type: ignore[assignment]
         self.ema: AveragedModel | None = None
         if config.ema is not None:
             average = get_ema_multi_avg_fn(config.ema)
             self.ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True).to(fabric.device)
-        compiled: nn.Module = torch.compile(model) if config.compile else model  # type: ignore[assignment]
         # Not Fabric's own wrappers: they call our closures with a GradScaler, which rejects closures, and `minimize`
         # differentiates where they want `fabric.backward`.
         self.model = fabric.strategy.setup_module(compiled)
-        self.optimizer = make_optimizer(
-            config, self.model, fisher_data=batches.for_fisher(), steps_per_epoch=batches.steps
-        )
-        precision = fabric.strategy.precision
-        self.scaler = getattr(precision, "scaler", None)  # only mixed precision has one
+        fisher_data = batches.for_fisher()
+        self.optimizer = make_optimizer(config, self.model, fisher_data=fisher_data, steps_per_epoch=batches.steps)
+        self.scaler = getattr(fabric.strategy.precision, "scaler", None)  # only mixed precision has one
         if self.scaler is not None and not getattr(self.optimizer, "allows_scaler", True):
             raise ValueError(f"precision must not be fp16 with optimizer {config.optimizer}; bf16 needs no GradScaler")
         self._rate = [group["lr"] for group in self.optimizer.param_groups]
-
-    # ---- what is shown and recorded ----------------------------------------------------------------------
 
     @property
     def num_parameters(self) -> int:
@@ -108,8 +105,7 @@ class Training:
         """Train to the end of the epoch, or until all ranks know that one of them was asked to stop.
 
         Returns whether the epoch is complete. ``sums`` then holds its loss and accuracy over all ranks, from the first
-        pass of each step over the whole batch; ``seconds`` is the time of the steps, including augmentation and mask
-        updates.
+        pass of each step over the whole batch, and the time of the steps, including augmentation and mask updates.
         """
         self.model.train()
         self.stop_requested = False
@@ -142,10 +138,9 @@ class Training:
         self.sums.loss, self.sums.correct = self.sums.loss + loss, self.sums.correct + correct
         if not math.isfinite(loss):
             rho = "" if self.rho is None else f" or rho ({self.rho})"
-            precision = "" if self.config.precision in ("fp32", "tf32") else ", or train with precision fp32"
             raise DivergedError(
-                f"the loss is {loss} by step {self.steps_taken}; lower lr ({self.config.lr}){rho}, "
-                f"use a longer warm-up (warmup_epochs {self.config.warmup_epochs}){precision}"
+                f"the loss is {loss} by step {self.steps_taken}; lower lr ({self.config.lr}){rho}, use a longer "
+                f"warm-up (warmup_epochs {self.config.warmup_epochs}), or fp32 instead of mixed precision"
             )
         return bool(stops)
 

@@ -93,9 +93,7 @@ def mean_curve(
 
 @dataclass(frozen=True)
 class Costs:
-    """``values`` are the costs of a run of each variant in units of ``reference``; ``explanation`` says how they were
-    measured.
-    """
+    """``values`` are the costs of a run in units of ``reference``; ``explanation`` says how they were measured."""
 
     measure: Literal["time", "passes"]
     reference: str
@@ -107,39 +105,32 @@ class Costs:
 
 
 def costs_of(variants: Sequence[Variant[Any]], calibrations: Iterable[SweepCalibration]) -> Costs:
-    """Returns times if one calibration measured all finished variants; otherwise forward-backward passes.
-
-    The reference is the first plain variant; without one, passes are counted in those of a plain step.
-    """
+    """Returns times if one calibration measured all finished variants; otherwise forward-backward passes."""
     for calibration in calibrations:
         seconds = {variant: calibration.seconds_per_epoch(variant.config) for variant in variants}
-        plain = _first_plain(seconds)
-        if plain is not None and all(seconds[variant] for variant in variants if variant.finished):
-            cpu = calibration.provenance.get("cpu")
-            where = f" on {cpu}." if cpu else "."
-            explanation = f"Cost is time, including masks: all variants were measured together, interleaved{where}"
-            return Costs("time", plain.label, explanation, _in_units_of(plain, seconds))
+        has_plain = any(variant.config.is_plain and seconds[variant] for variant in variants)
+        if has_plain and all(seconds[variant] for variant in variants if variant.finished):
+            where = f" on {cpu}" if (cpu := calibration.provenance.get("cpu")) else ""
+            how = f"Cost is time, including masks: all variants were measured together, interleaved{where}."
+            return _relative("time", how, seconds)
     counted = {variant: variant.by_seed("forward_backwards_per_step").values() for variant in variants}
     passes = {variant: statistics.median(values) if values else None for variant, values in counted.items()}
-    plain = _first_plain(passes)
-    explanation = (
-        "Cost is counted in forward-backward passes, including masks, not in time: these runs were not measured "
-        "together."
-    )
+    how = "Cost is counted in forward-backward passes, including masks, not in time: these runs were not measured"
+    return _relative("passes", f"{how} together.", passes)
+
+
+def _relative(measure: Literal["time", "passes"], explanation: str, costs: Mapping[Variant[Any], Number]) -> Costs:
+    """Convert costs per epoch or step to costs of whole runs, in units of the first plain variant's.
+
+    Without one, passes are counted in those of a plain step.
+    """
+    plain = next((variant for variant, cost in costs.items() if variant.config.is_plain and cost), None)
     if plain is None:
-        return Costs("passes", "a plain step", explanation, passes)
-    return Costs("passes", plain.label, explanation, _in_units_of(plain, passes))
-
-
-def _first_plain(costs: Mapping[Variant[Any], Number]) -> Variant[Any] | None:
-    return next((variant for variant, cost in costs.items() if variant.config.is_plain and cost), None)
-
-
-def _in_units_of(plain: Variant[Any], costs: Mapping[Variant[Any], Number]) -> dict[Variant[Any], Number]:
-    """Convert costs per epoch or step to costs of whole runs, in units of the plain variant's."""
+        return Costs(measure, "a plain step", explanation, costs)
     epochs = {variant: variant.mean("epochs") or variant.config.epochs for variant in costs}
     unit = (costs[plain] or 1.0) * epochs[plain]
-    return {variant: cost and cost * epochs[variant] / unit for variant, cost in costs.items()}
+    values = {variant: cost and cost * epochs[variant] / unit for variant, cost in costs.items()}
+    return Costs(measure, plain.label, explanation, values)
 
 
 def results_table(variants: Sequence[Variant[Any]], costs: Costs) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -29,14 +28,12 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet101": partial(resnet, Bottleneck, (3, 4, 23, 3)),
     "resnet152": partial(resnet, Bottleneck, (3, 8, 36, 3)),
     **{f"{name}-bn": partial(vgg, stages) for name, stages in _VGGS.items()},
-    **{f"{name}-bn-4096": partial(vgg, stages, head="4096") for name, stages in _VGGS.items()},
+    **{f"{name}-bn-4096": partial(vgg, stages, published_head=True) for name, stages in _VGGS.items()},
     "wrn-28-10": partial(wide_resnet, 28, 10),
     "wrn-34-10": partial(wide_resnet, 34, 10),
     "vit-b-16": partial(VisionTransformer, patch_size=16, dim=768, depth=12, heads=12),
     "vit-s-16": partial(VisionTransformer, patch_size=16, dim=384, depth=12, heads=6),  # Touvron et al. 2021
     "vit-one-block-8192": _ONE_BLOCK,
-    "vit-one-block-8192-mean": partial(_ONE_BLOCK, pool="mean"),
-    "vit-one-block-8192-no-projection": partial(_ONE_BLOCK, projects=False),
     "vit-one-block-8192-mean-no-projection": partial(_ONE_BLOCK, pool="mean", projects=False),
     # Small members of each family, for a laptop's CPU.
     "small-cnn": small_cnn,
@@ -54,9 +51,6 @@ def build_model(name: str, num_classes: int = 10, in_channels: int = 3, image_si
     and may accept ``in_channels`` and ``image_size``.
     """
     choices = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
-    for argument, value in choices.items():
-        if value < 1:
-            raise ValueError(f"{argument} must be at least 1, got {value}")
     if name.startswith("timm/"):
         return _from_timm(name.removeprefix("timm/"), **choices)
     if ":" in name:
@@ -82,13 +76,7 @@ def _from_timm(name: str, num_classes: int, in_channels: int, image_size: int) -
 
 def _from_user(name: str, choices: dict[str, int]) -> nn.Module:
     function = find_function("model", name)
-    taken, parameters = accepted(function, choices), inspect.signature(function).parameters
-    if "num_classes" not in taken:
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
-            raise ValueError(
-                f"model {name} must accept num_classes, the number of its outputs; it accepts {', '.join(parameters)}"
-            )
-        taken["num_classes"] = choices["num_classes"]
+    taken = {**accepted(function, choices), "num_classes": choices["num_classes"]}
     model = call_function("model", name, function, **taken)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name} must return a torch.nn.Module, got {type(model).__name__}")

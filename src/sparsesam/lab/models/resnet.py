@@ -11,8 +11,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
+#: The largest side of small images: CIFAR (32), Tiny ImageNet (64), digits (8).
 SMALL_SIDE = 64
-"""The largest side of small images: CIFAR (32), Tiny ImageNet (64), digits (8)."""
 
 
 def he_initialized(layers: dict[str, nn.Module]) -> nn.Sequential:
@@ -51,7 +51,6 @@ class BasicBlock(nn.Module):
         self.shortcut = _shortcut(in_channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, in_channels, h, w) to (batch, width, h / stride, w / stride)."""
         inner: Tensor = self.bn1(self.conv1(x)).relu()
         outer: Tensor = self.bn2(self.conv2(inner)) + self.shortcut(x)
         return outer.relu()
@@ -76,7 +75,6 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(in_channels, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, in_channels, h, w) to (batch, 4 width, h / stride, w / stride)."""
         inner: Tensor = self.bn1(self.conv1(x)).relu()
         inner = self.bn2(self.conv2(inner)).relu()
         outer: Tensor = self.bn3(self.conv3(inner)) + self.shortcut(x)
@@ -102,7 +100,6 @@ class PreActivationBlock(nn.Module):
             self.shortcut = _convolution(in_channels, width, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, in_channels, h, w) to (batch, width, h / stride, w / stride)."""
         active: Tensor = self.bn1(x).relu()
         inner: Tensor = self.bn2(self.conv1(active)).relu()
         outer: Tensor = self.conv2(inner)
@@ -119,7 +116,7 @@ def resnet(
     width: int = 64,
     stem: int | None = None,
 ) -> nn.Sequential:
-    """A stem of ``stem`` channels (``width`` if None), a stage for each of ``depths``, and a linear classifier.
+    """A stem of ``stem`` channels (default ``width``), a stage for each of ``depths``, and a linear classifier.
 
     The first stage has ``width`` channels; each one after it halves the side and doubles the width.
     """
@@ -147,8 +144,6 @@ def wide_resnet(
     depth: int, widening: int, num_classes: int = 10, in_channels: int = 3, image_size: int = 32
 ) -> nn.Sequential:
     """WRN-depth-widening: three stages of (depth - 4) / 6 blocks, 16, 32 and 64 times ``widening`` channels."""
-    if depth < 10 or (depth - 4) % 6:
-        raise ValueError(f"depth must be 6 n + 4 with n at least 1, such as 10, 16, 22, 28, got {depth}")
     depths = [(depth - 4) // 6] * 3
     return resnet(PreActivationBlock, depths, num_classes, in_channels, image_size, width=16 * widening, stem=16)
 

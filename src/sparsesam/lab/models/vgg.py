@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from torch import nn
 
@@ -20,13 +19,13 @@ def vgg(
     in_channels: int = 3,
     image_size: int = 32,
     *,
-    head: Literal["linear", "4096"] | None = None,
+    published_head: bool = False,
 ) -> nn.Sequential:
     """Stages of 3x3 convolutions with the given channels, each followed by a 2x2 max-pool.
 
-    The published ``head`` is "4096": two hidden layers of that width with dropout, over 7x7 positions of large images
-    and one of small ones. "linear" is usual for CIFAR: the mean over positions and one linear layer. The default is
-    "4096" for large images, "linear" for small ones. Pools are left out once the side is a single pixel.
+    The published head has two hidden layers of width 4096 with dropout, over 7x7 positions of large images and one of
+    small ones. For small images the default is the usual one: the mean over positions and one linear layer. Pools are
+    left out once the side is a single pixel.
     """
     is_small, features, side = image_size <= SMALL_SIDE, nn.Sequential(), image_size
     for stage in stages:
@@ -36,15 +35,12 @@ def vgg(
         if side > 1:
             features.append(nn.MaxPool2d(2))
             side //= 2
-    places = 1
-    classifier: nn.Module
-    if head == "linear" or (head is None and is_small):
-        classifier = nn.Linear(in_channels, num_classes)
-    else:
-        places = 1 if is_small else 7
-        hidden = [nn.Linear(places**2 * in_channels, 4096), nn.ReLU(), nn.Dropout()]
-        hidden += [nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout()]
-        classifier = nn.Sequential(*hidden, nn.Linear(4096, num_classes))
+    places, hidden = 1 if is_small else 7, nn.Sequential()
+    if published_head or not is_small:
+        for inputs in (places**2 * in_channels, 4096):
+            hidden.extend([nn.Linear(inputs, 4096), nn.ReLU(), nn.Dropout()])
+    last = nn.Linear(4096 if len(hidden) else in_channels, num_classes)
+    classifier = hidden.append(last) if len(hidden) else last
     pool = nn.AdaptiveAvgPool2d(places)
     return he_initialized({"features": features, "pool": pool, "flatten": nn.Flatten(), "classifier": classifier})
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-EPSILON = 1e-6
+_LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
 class Attention(nn.Module):
@@ -18,8 +18,6 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, projects: bool = True) -> None:
         super().__init__()
-        if dim % heads:
-            raise ValueError(f"heads must divide dim, got heads={heads} for dim={dim}")
         self.heads = heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj: nn.Module = nn.Linear(dim, dim) if projects else nn.Identity()
@@ -38,15 +36,15 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, dim: int, heads: int, hidden: int, *, projects: bool = True) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=EPSILON)
+        self.norm1 = _LayerNorm(dim)
         self.attention = Attention(dim, heads, projects=projects)
-        self.norm2 = nn.LayerNorm(dim, eps=EPSILON)
+        self.norm2 = _LayerNorm(dim)
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, hidden), act=nn.GELU(), fc2=nn.Linear(hidden, dim)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        x = x + self.mlp(self.norm2(x))
-        return x
+        moved: Tensor = self.mlp(self.norm2(x))
+        return x + moved
 
 
 class VisionTransformer(nn.Module):
@@ -83,7 +81,7 @@ class VisionTransformer(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim)) if pool == "class" else None
         self.positions = nn.Parameter(torch.empty(1, tokens, dim))
         self.blocks = nn.Sequential(*blocks)
-        self.norm = nn.LayerNorm(dim, eps=EPSILON)
+        self.norm = _LayerNorm(dim)
         nn.init.normal_(self.positions, std=position_std)
         self.head = nn.Linear(dim, num_classes)
         for module in self.modules():
