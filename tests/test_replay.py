@@ -209,7 +209,7 @@ def test_memory_that_somebody_holds_is_copied_before_it_is_handed_out(between):
     "write",
     [lambda h: h.mul_(2), lambda h: h.data.mul_(2), lambda h: h.numpy().fill(0), lambda h: h.numpy()[:2].sort()],
 )
-def test_write_between_the_passes_is_noticed(write):
+def test_write_between_the_passes_reaches_a_copy(write):
     held = []
 
     def function():
@@ -219,7 +219,7 @@ def test_write_between_the_passes_is_noticed(write):
 
     first, second, tape, _ = passes(function, between=True, gap=lambda: write(held[0]))
     assert torch.equal(first, second)
-    assert tape.reused == 0
+    assert tape.reused == 1
 
 
 def test_write_in_the_second_pass_through_memory_given_away_after_the_frontier_is_noticed():
@@ -257,18 +257,6 @@ def test_random_operation_needs_its_state_and_leaves_the_state_it_left():
     assert "rand" not in seen
 
 
-def test_statistics_of_a_reused_batch_norm_move_as_in_a_plain_pass():
-    for dtype in (torch.float32, torch.float64):
-        x = torch.randn(8, 3, 4, 4, dtype=dtype, requires_grad=True)
-        ours, plain = nn.BatchNorm2d(3).to(dtype), nn.BatchNorm2d(3).to(dtype)
-        weight = nn.Parameter(torch.ones((), dtype=dtype))
-        _, _, _, seen = passes(lambda x=x, ours=ours, weight=weight: ours(x) * weight, moved={"weight": weight})
-        plain(x)
-        plain(x)
-        assert "native_batch_norm" not in seen
-        assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True))
-
-
 def test_tape_starts_with_the_forward_of_the_given_module():
     inner = nn.Tanh()
     _, _, tape, seen = passes(lambda: inner(torch.exp(X)) * W, start=inner)
@@ -292,22 +280,6 @@ def test_meta_device_needs_no_host_read():
     with tape.replaying():
         function().backward()
     assert tape.reused >= 1
-
-
-def test_write_between_the_passes_raises_a_version_on_a_device():
-    x, weight = torch.empty(3, device="meta", requires_grad=True), nn.Parameter(torch.empty(3, device="meta"))
-    for write, reused in ((lambda h: h.sum(), 1), (lambda h: h.mul_(2), 0)):
-        held = []
-
-        def function(held=held):
-            held.append(torch.exp(x))
-            return held[-1] * weight
-
-        def gap(held=held, write=write):
-            with torch.no_grad():
-                write(held[0])
-
-        assert passes(function, moved={"w": weight}, between=True, gap=gap)[2].reused == reused
 
 
 def stacks():
