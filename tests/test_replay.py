@@ -127,7 +127,7 @@ FUNCTIONS = {
 }
 
 
-CHANGING = {"-0.0 after 0.0", "alpha (0.0, -0.0)", "filled outside of torch", "weight written through data"}
+CHANGING = {"-0.0 after 0.0", "filled outside of torch", "weight with another version", "weight written through data"}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -241,7 +241,7 @@ def test_random_operation_needs_its_state_and_leaves_the_state_it_left(draws_aga
     state = torch.get_rng_state()
     gap = (lambda: None) if draws_again else lambda: torch.set_rng_state(state)
     first, second, tape, seen = passes(lambda: torch.exp(torch.rand(3, dtype=torch.float64) * X) * W, gap=gap)
-    assert tape.reused == (0 if draws_again else 3)
+    assert tape.reused == (0 if draws_again else 2)
     assert ("rand" in seen) == draws_again == (not torch.equal(first, second))
     after = torch.get_rng_state()
     torch.set_rng_state(state)
