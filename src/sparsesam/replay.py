@@ -56,7 +56,7 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in operators.GIVES_AWAY_MEMORY:
             mode.tape.given_away.update(storage_of(t) for t in operators.split(args, {})[0] if operators.has_storage(t))
-        elif operators.is_transformed():
+        elif torch._C._functorch.peek_interpreter_stack() is not None:
             mode.end("a function transform")
         elif func in operators.RUNS_HOOKS:
             with self:
@@ -139,8 +139,8 @@ class _Mode(TorchDispatchMode):
             for t, storage in zip(tensors, storages, strict=True)
         ]
         generator = operators.generator_of(tensors, others) if kind.is_seeded else None
-        conditions = operators.conditions(generator)
-        return Call(kind, func, args, kwargs, tensors, storages, others, inputs, conditions, generator, bool(written))
+        others += operators.conditions(generator)
+        return Call(kind, func, args, kwargs, tensors, storages, others, inputs, generator, bool(written))
 
     def describe(self, t: Tensor, storage: int) -> tuple[Any, ...] | None:
         """Equal descriptions are equal values. None: the values themselves must be compared."""
@@ -200,7 +200,7 @@ class _Record(_Mode):
             outputs.append(value if can_reuse or isinstance(value, Output) else None)
         state = None if call.generator is None else call.generator.get_state()
         returns = type(out) if can_reuse else None
-        tape.entries.append(Entry(call.func, call.others, inputs, call.conditions, state, outputs, returns))
+        tape.entries.append(Entry(call.func, call.others, inputs, state, outputs, returns))
         if kind.is_region:  # of many outputs, all must live
             tape.entries[-1].keep()
         call.update_statistics(values)

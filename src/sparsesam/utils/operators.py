@@ -189,11 +189,6 @@ def checksum(t: Tensor) -> int:
     return zlib.crc32(torch.empty(0, dtype=torch.uint8, device="cpu").set_(t.untyped_storage()).numpy().data)
 
 
-def is_transformed() -> bool:
-    """Whether a function transform, such as ``vmap``, is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def has_storage(t: Tensor) -> bool:
     return t.layout is torch.strided and not t.is_nested
 
@@ -235,9 +230,8 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
     tensors: list[Tensor]
     storages: list[int]
-    others: list[Any]
+    others: list[Any]  # arguments, and conditions
     inputs: list[Any]  # a description of each tensor
-    conditions: tuple[Any, ...]
     generator: torch.Generator | None
     is_written: bool  # to any of its arguments
 
@@ -299,7 +293,6 @@ class Entry:
     func: Any
     others: list[Any]
     inputs: list[Any]  # as in a call, or a stride and a copy
-    conditions: tuple[Any, ...]
     state: Tensor | None  # that it left in the generator
     outputs: list[Any]
     returns: type | None  # None: it always runs
@@ -333,9 +326,7 @@ class Entry:
         if self.func is not call.func:
             return f"taken the place of {self.func}"
         if len(self.inputs) != len(call.inputs) or not same(self.others, call.others):
-            return "other arguments"
-        if self.conditions != call.conditions:
-            return "another random state, or other settings of torch"
+            return "other arguments, another random state or other settings of torch"
         for recorded, described, t in zip(self.inputs, call.inputs, call.tensors, strict=True):
             is_same = recorded == described
             if described is None and isinstance(recorded[-1], Tensor):
