@@ -83,7 +83,7 @@ class FilterLayers(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in LAYERS:
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
-            want = self._wanted.get(weight)  # type: ignore[arg-type]
+            want = self._wanted.get(weight)
             if want is not None and _is_plain_call((*args, *kwargs.values())):
                 y = LAYERS[func](self, want, *args, **kwargs)
                 if y is not None:

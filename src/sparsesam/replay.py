@@ -97,7 +97,8 @@ class _Mode(TorchDispatchMode):
             self.is_busy = was_busy
 
     def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tape, kind, call = self.tape, operators.kind_of(func, args), None
+        tape, kind = self.tape, operators.kind_of(func, args)
+        call: Call | None = None
         written = operators.written_by(kind, args, kwargs)
         if self.has_started and not self.is_over:
             if not kind.is_view:
@@ -133,7 +134,7 @@ class _Mode(TorchDispatchMode):
             return None
         # Statistics are updated and not read; a batch norm reads its first three arguments.
         is_update = kind.is_batch_norm or kind.is_region
-        updated = {id(t) for t in written} - {id(a) for a in args[:3]} if is_update else ()
+        updated = {id(t) for t in written} - {id(a) for a in args[:3]} if is_update else set()
         inputs = [
             ("updated",) if id(t) in updated else self.describe(t, storage)
             for t, storage in zip(tensors, storages, strict=True)

@@ -57,8 +57,11 @@ def check_bool(argument: str, masks: Mapping[str, Tensor]) -> None:
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
     """Returns "did you mean …?" with the most similar names; if none is similar, ``otherwise`` or some names."""
-    plain = name.lower().replace("_", "-")
-    scores = {one: difflib.SequenceMatcher(None, plain, one.lower().replace("_", "-")).ratio() for one in known}
+
+    def plain(text: str) -> str:
+        return text.lower().replace("_", "-")
+
+    scores = {text: difflib.SequenceMatcher(None, plain(name), plain(text)).ratio() for text in known}
     order = sorted(scores, key=lambda candidate: -scores[candidate])
     found = [candidate for candidate in order[:3] if scores[candidate] >= max(0.65, scores[order[0]] - 0.08)]
     if found:

@@ -258,16 +258,17 @@ class Output:
 
     def __init__(self, t: Tensor, number: int, reference: StorageWeakRef) -> None:
         self.number, self.reference = number, reference
-        self.geometry, self.options = (t.storage_offset(), t.size(), t.stride()), {"dtype": t.dtype, "device": t.device}
+        self.geometry = t.storage_offset(), t.size(), t.stride()
+        self.options: dict[str, Any] = {"dtype": t.dtype, "device": t.device}
         self.kept: torch.UntypedStorage | None = None  # the memory, if it is alive
 
     def keep(self) -> None:
         self.kept = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
 
-    def own(self) -> torch.UntypedStorage | None:
-        """The memory, or a copy if somebody else holds it."""
-        is_shared = self.kept is not None and torch._C._storage_Use_Count(self.reference.cdata) > 1
-        return self.kept.clone() if is_shared else self.kept
+    def own(self) -> None:
+        """Keep a copy of memory that somebody else holds."""
+        if self.kept is not None and torch._C._storage_Use_Count(self.reference.cdata) > 1:
+            self.kept = self.kept.clone()
 
     def again(self, _: Call) -> Tensor:
         memory: Any = self.kept
@@ -310,7 +311,10 @@ class Entry:
         is_whole = all(o.kept is not None and o.reference.cdata not in spoilt for o in made)
         self.returns = self.returns if is_whole else None
         for output in made:
-            output.kept = output.own() if is_whole else None
+            if is_whole:
+                output.own()
+            else:
+                output.kept = None
 
     def again(self, call: Call) -> tuple[Any, list[Any]]:
         """As ``Call.run``, without running."""
