@@ -22,12 +22,11 @@ BACKEND = "aot_eager"
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled():
-    donated = torch._functorch.config.donated_buffer
-    torch._functorch.config.donated_buffer = True  # torch's default: another test may have called compile_blocks
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._functorch.config.donated_buffer = donated
+    # Donated buffers are torch's default: another test may have called compile_blocks.
+    with torch._functorch.config.patch(donated_buffer=True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        yield
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -50,13 +49,6 @@ def make():
 
 def with_compile_blocks(model):
     return sparsesam.compile_blocks(model, backend=BACKEND)
-
-
-def in_place(model):
-    torch._functorch.config.donated_buffer = False
-    for block in model[1:4]:
-        block.compile(backend=BACKEND)
-    return model
 
 
 def as_children(model):
@@ -86,7 +78,7 @@ def last_layers(model):
 
 @pytest.mark.parametrize("norm", ["masked", "full"])
 @pytest.mark.parametrize("loop", [by_minimize, with_closure, in_two_phases])
-@pytest.mark.parametrize("compile_parts", [with_compile_blocks, in_place, as_children])
+@pytest.mark.parametrize("compile_parts", [with_compile_blocks, as_children])
 def test_compiled_blocks_give_the_same_result(compile_parts, loop, norm):
     plain = make()
     train(plain, loop, mask=sparsesam.fixed_mask("3.*", "4.*"), norm=norm, engine=False)
@@ -129,11 +121,8 @@ def test_fully_compiled_model_gives_the_same_result(compile_model):
     whole = model if whole is None else whole
     plain = make()
     mask = sparsesam.fixed_mask("3.*", "4.*")
-    opt = sparsesam.SSAM(cases.sgd(model), whole, rho=0.3, mask=mask, norm="masked")
-    other = cases.ssam(plain, mask, engine=False)
-    for seed in range(3):
-        by_minimize(opt, whole, *cases.vectors(8, seed=seed))
-        by_minimize(other, plain, *cases.vectors(8, seed=seed))
+    train(whole, by_minimize, mask=mask, steps=3)
+    train(plain, by_minimize, mask=mask, engine=False, steps=3)
     torch.testing.assert_close(cases.weights_of(model), cases.weights_of(plain), rtol=1e-9, atol=1e-11)
 
 
@@ -143,7 +132,7 @@ def test_compiled_step_call_is_correct(backend):
     ends = []
     for is_compiled in (True, False):
         model = make()
-        opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("3.*", "4.*"), norm="masked")
+        opt = cases.ssam(model, last_layers(model))
 
         def step(x, y, model=model, opt=opt):
             return opt.step(cases.closure_for(model, opt, x, y))
@@ -157,7 +146,7 @@ def test_compiled_step_call_is_correct(backend):
 
 def test_compiling_unrelated_model_is_unaffected():
     model, other = make(), torch.compile(nn.Linear(6, 3).double(), backend=BACKEND)
-    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=sparsesam.fixed_mask("3.*", "4.*"), norm="masked")
+    opt = cases.ssam(model, last_layers(model))
     counts = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -277,18 +266,21 @@ def compiled_in(model):
     return {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
 
 
-def test_repeated_blocks_are_compiled():
-    model = sparsesam.compile_blocks(resnet18(), backend="eager")
-    assert compiled_in(model) == {f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)}
+def layers_of_a_transformer():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
 
 
-def test_outermost_of_nested_blocks_are_compiled():
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
-    assert compiled_in(sparsesam.compile_blocks(model, backend="eager")) == {f"layers.{place}" for place in range(3)}
-
-
-def test_children_are_compiled_without_repeated_blocks():
-    assert compiled_in(sparsesam.compile_blocks(cases.mlp(), backend="eager")) == {"0", "2", "4"}
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (resnet18, {f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)}),
+        (layers_of_a_transformer, {f"layers.{place}" for place in range(3)}),
+        (cases.mlp, {"0", "2", "4"}),
+    ],
+    ids=["repeated blocks", "outermost of nested blocks", "children without repeated blocks"],
+)
+def test_compiled_parts(model, expected):
+    assert compiled_in(sparsesam.compile_blocks(model(), backend="eager")) == expected
 
 
 def test_second_call_changes_nothing():

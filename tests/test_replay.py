@@ -106,7 +106,7 @@ FUNCTIONS = {
     **{
         f"alpha {pair}": (
             *(scaled_by(*pair, lambda v: torch.add(torch.exp(X), X, alpha=v)), 1),
-            "aten.add.Tensor has other arguments",
+            "aten.add.Tensor has other arguments, another random state or other settings of torch",
         )
         for pair in ((0.0, -0.0), (2, 2.0))
     },
@@ -127,20 +127,15 @@ FUNCTIONS = {
 }
 
 
+CHANGING = {"-0.0 after 0.0", "filled outside of torch", "weight with another version", "weight written through data"}
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_reused_and_where_it_ends(name):
     function, reused, ended = FUNCTIONS[name]
-    _, _, tape, _ = passes(function)
+    first, second, tape, _ = passes(function)
     assert (tape.reused, tape.ended) == (reused, ended)
-
-
-def test_function_that_computes_something_else_is_not_given_its_first_result():
-    for first, second, _, _ in (
-        passes(scaled_by(0.0, -0.0, lambda v: torch.exp(1 / torch.tensor(v)))),
-        passes(scaled_by(1, 2, lambda v: torch.exp(X * filled_outside_of_torch(v)))),
-        passes(with_body(lambda body: body.data.mul_(2))),
-    ):
-        assert not torch.equal(first, second)
+    assert torch.equal(first, second) == (name not in CHANGING)
 
 
 @pytest.mark.parametrize("write", [lambda h: h.mul_(2), lambda h: h.data.mul_(2), lambda h: h.detach()[:1].zero_()])
@@ -190,8 +185,16 @@ def test_memory_given_away_is_not_reused(give):
     assert tape.reused == 1
 
 
-@pytest.mark.parametrize("between", [True, False])
-def test_memory_that_somebody_holds_is_copied_before_it_is_handed_out(between):
+WRITES = {
+    "in place": lambda h: h.mul_(2),
+    "through data": lambda h: h.data.mul_(2),
+    "with numpy": lambda h: h.numpy()[:2].fill(0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_memory_that_somebody_holds_is_copied(write):
+    """What is written there between the passes is not read, and what is written to the copy is not seen there."""
     held = []
 
     def function():
@@ -199,27 +202,22 @@ def test_memory_that_somebody_holds_is_copied_before_it_is_handed_out(between):
         held.append(h.detach())
         return h * W
 
-    _, _, tape, _ = passes(function, between=between)
-    assert tape.reused == 1
-    held[1].zero_()
-    assert torch.equal(held[0], torch.exp(X.detach()))
-
-
-@pytest.mark.parametrize(
-    "write",
-    [lambda h: h.mul_(2), lambda h: h.data.mul_(2), lambda h: h.numpy().fill(0), lambda h: h.numpy()[:2].sort()],
-)
-def test_write_between_the_passes_is_noticed(write):
-    held = []
-
-    def function():
-        h = torch.exp(-X)
-        held.append(h.detach())
-        return h * W
-
     first, second, tape, _ = passes(function, between=True, gap=lambda: write(held[0]))
     assert torch.equal(first, second)
-    assert tape.reused == 0
+    assert tape.reused == 1
+    before = held[0].clone()
+    held[1].zero_()
+    assert torch.equal(held[0], before)
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_weight_written_between_the_passes_is_noticed(write):
+    body = body_weight()
+    first, second, tape, _ = passes(
+        lambda: torch.exp(X) * body.sin() * W, between=True, gap=lambda: write(body.detach())
+    )
+    assert not torch.equal(first, second)
+    assert (tape.reused, tape.ended) == (1, "aten.sin.default has another input")
 
 
 def test_write_in_the_second_pass_through_memory_given_away_after_the_frontier_is_noticed():
@@ -237,36 +235,19 @@ def test_write_in_the_second_pass_through_memory_given_away_after_the_frontier_i
     assert torch.equal(first, second)
 
 
-def test_random_operation_needs_its_state_and_leaves_the_state_it_left():
+@pytest.mark.parametrize("draws_again", [True, False])
+def test_random_operation_needs_its_state_and_leaves_the_state_it_left(draws_again):
     torch.manual_seed(0)
     state = torch.get_rng_state()
-
-    def function():
-        return torch.exp(torch.rand(3, dtype=torch.float64) * X) * W
-
-    first, second, tape, _ = passes(function)
-    assert not torch.equal(first, second)
-    assert tape.reused == 0
-    torch.set_rng_state(state)
-    first, second, tape, seen = passes(function, gap=lambda: torch.set_rng_state(state))
+    gap = (lambda: None) if draws_again else lambda: torch.set_rng_state(state)
+    first, second, tape, seen = passes(lambda: torch.exp(torch.rand(3, dtype=torch.float64) * X) * W, gap=gap)
+    assert tape.reused == (0 if draws_again else 2)
+    assert ("rand" in seen) == draws_again == (not torch.equal(first, second))
     after = torch.get_rng_state()
     torch.set_rng_state(state)
-    torch.rand(3, dtype=torch.float64)
-    assert torch.equal(first, second)
+    for _ in range(2 if draws_again else 1):
+        torch.rand(3, dtype=torch.float64)
     assert torch.equal(after, torch.get_rng_state())
-    assert "rand" not in seen
-
-
-def test_statistics_of_a_reused_batch_norm_move_as_in_a_plain_pass():
-    for dtype in (torch.float32, torch.float64):
-        x = torch.randn(8, 3, 4, 4, dtype=dtype, requires_grad=True)
-        ours, plain = nn.BatchNorm2d(3).to(dtype), nn.BatchNorm2d(3).to(dtype)
-        weight = nn.Parameter(torch.ones((), dtype=dtype))
-        _, _, _, seen = passes(lambda x=x, ours=ours, weight=weight: ours(x) * weight, moved={"weight": weight})
-        plain(x)
-        plain(x)
-        assert "native_batch_norm" not in seen
-        assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True))
 
 
 def test_tape_starts_with_the_forward_of_the_given_module():
@@ -292,22 +273,6 @@ def test_meta_device_needs_no_host_read():
     with tape.replaying():
         function().backward()
     assert tape.reused >= 1
-
-
-def test_write_between_the_passes_raises_a_version_on_a_device():
-    x, weight = torch.empty(3, device="meta", requires_grad=True), nn.Parameter(torch.empty(3, device="meta"))
-    for write, reused in ((lambda h: h.sum(), 1), (lambda h: h.mul_(2), 0)):
-        held = []
-
-        def function(held=held):
-            held.append(torch.exp(x))
-            return held[-1] * weight
-
-        def gap(held=held, write=write):
-            with torch.no_grad():
-                write(held[0])
-
-        assert passes(function, moved={"w": weight}, between=True, gap=gap)[2].reused == reused
 
 
 def stacks():
@@ -343,19 +308,6 @@ def test_nothing_is_left_after_an_error(error, fails_in):
     assert not any(reference() for reference in memory)
 
 
-def test_replay_that_ends_inside_a_changed_thread_state_keeps_the_stack_whole():
-    def function():
-        h = torch.exp(X)
-        with torch.inference_mode(), torch.autocast("cpu"):
-            torch.sin(h * W)
-        return torch.sin(h * W)
-
-    first, second, _, _ = passes(function)
-    assert torch.equal(first, second)
-    assert stacks() == (0, 0)
-    assert torch.equal(torch.sin(X), torch.sin(X))
-
-
 def test_modes_of_the_user_around_and_inside():
     with Count() as outer:
 
@@ -368,21 +320,6 @@ def test_modes_of_the_user_around_and_inside():
         first, second, _, _ = passes(function)
     assert torch.equal(first, second)
     assert outer.seen.count("exp") == 1
-
-
-def test_release_may_be_called_twice_and_drops_the_memory():
-    tape = Tape({"w": W})
-    with tape.recording():
-        h = torch.exp(X)
-        h * W
-    reference = weakref.ref(h.untyped_storage())
-    del h
-    tape.release()
-    tape.release()
-    assert reference() is None
-    with tape.replaying():
-        torch.exp(X) * W
-    assert tape.reused == 0
 
 
 def test_memory_of_reused_outputs_is_handed_over():

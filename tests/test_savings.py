@@ -10,7 +10,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sparsesam
@@ -97,23 +96,9 @@ def test_no_activations_are_kept_after_step():
 # ---- it equals two plain passes; more in test_programs.py ----------------------------------------------------------
 
 
-class Named(nn.Module):
-    """Functions called with keyword arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.w, self.v = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(3, 4))
-        self.k = nn.Parameter(torch.randn(3, 1, 1))
-
-    def forward(self, x):
-        h = F.linear(input=x, weight=self.w)
-        h = F.conv1d(input=h[:, None], weight=self.k)
-        return F.linear(weight=self.v, input=h)
-
-
-@pytest.mark.parametrize(("kind", "x"), [(Named, X), (TwoParts, X[0])], ids=["keyword arguments", "no batch dimension"])
-def test_layers_with_some_filters(kind, x):
-    model, twin = built(kind), built(kind)
+@pytest.mark.parametrize("x", [X, X[0]], ids=["batch", "no batch dimension"])
+def test_layers_with_some_filters(x):
+    model, twin = built(), built()
     for each, engine in ((model, True), (twin, False)):
         opt = cases.ssam(each, half_of_rows(each), engine=engine)
         for _ in range(3):
@@ -171,19 +156,6 @@ def test_mask_that_changes_between_phases_raises():
     assert cases.same_bits(before, cases.weights_of(model))
 
 
-def test_refresh_requested_again_in_the_same_step_does_not_stop_two_phases():
-    model = built()
-    opt = cases.ssam(model, "b.*")
-    opt.refresh_mask(now=True)
-    opt.refresh_mask()
-    with opt.first_pass():
-        opt.backward(squares(model))
-    with opt.perturbed():
-        squares(model).backward()
-    opt.step()
-    assert opt.steps == 1
-
-
 def test_refresh_now_after_a_first_pass_needs_every_gradient():
     model = built()
     opt = cases.ssam(model, sparsesam.dynamic_mask(sparsity=0.5, pattern="filter", refresh=None))
@@ -216,18 +188,6 @@ def test_implicit_gradient_stops_at_unperturbed_last_layer():
     base.step(cases.closure_of(base, lambda: squares(plain)))
     cases.assert_close(model, plain, rtol=1e-12)
     assert opt.skipped_ascents == 1
-
-
-@pytest.mark.parametrize("masked", ["half of the rows", "v"])
-def test_implicit_in_evaluation_mode_and_with_keyword_arguments(masked):
-    ends = []
-    for training in (True, False):
-        model = built(Named).train(training)  # nothing in it depends on the mode
-        opt = implicit(model, masked if masked == "v" else half_of_rows(model))
-        for _ in range(3):
-            cases.take_step(opt, lambda model=model: squares(model))
-        ends.append(cases.weights_of(model))
-    assert cases.same_bits(*ends)
 
 
 def test_implicit_rejects_first_pass_without_its_weights():

@@ -13,8 +13,8 @@ version and writes. Memory given away (``numpy()``, ``data_ptr()``) or not fille
 **The tape ends** at the first operation that reads a perturbed weight; also at operations not of aten or prims (such as
 collectives; compiled regions are operations), function transforms, subclasses, sparse, nested and inference tensors.
 
-**Reuse** needs an output that is alive at the end of the tape and not written afterwards, by the loss, the backward or
-the user's code between the passes. Memory that somebody holds is copied first. Random operations need the generator
+**Reuse** needs an output that is alive at the end of the tape and not written or given away until the first pass is
+over, loss and backward included. Memory that somebody else holds then is copied. Random operations need the generator
 state that they had, and leave the one that they left.
 
 Below any dispatch mode torch differentiates views of overwritten tensors by other formulas, which may round otherwise.
@@ -24,7 +24,8 @@ threads, weights written through memory that was given away earlier, and how lon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -55,7 +56,7 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in operators.GIVES_AWAY_MEMORY:
             mode.tape.given_away.update(storage_of(t) for t in operators.split(args, {})[0] if operators.has_storage(t))
-        elif operators.is_transformed():
+        elif torch._C._functorch.peek_interpreter_stack() is not None:
             mode.end("a function transform")
         elif func in operators.RUNS_HOOKS:
             with self:
@@ -73,7 +74,8 @@ class _Mode(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
-        self.made: dict[int, int] = {}  # storages of this pass, and their numbers on the tape
+        #: storages of this pass: their numbers, and references so that no other storage gets such an address
+        self.made: dict[int, tuple[int, StorageWeakRef]] = {}
         self.blank: set[int] = set()  # those that no operation has filled
         self.has_started = tape.start is None
         self.is_over = False  # operations are no longer recorded or compared
@@ -95,42 +97,51 @@ class _Mode(TorchDispatchMode):
             self.is_busy = was_busy
 
     def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        kind = operators.kind_of(func, args)
+        tape, kind = self.tape, operators.kind_of(func, args)
+        call: Call | None = None
+        written = operators.written_by(kind, args, kwargs)
         if self.has_started and not self.is_over:
-            if kind.is_view and args and type(args[0]) is nn.Parameter:
-                self.tape.know(storage_of(args[0]), args[0])
-            call = None if kind.is_view else self.read(kind, func, args, kwargs)
-            if call is not None:
-                return self.perform(call)
-        self.tape.count_writes(kind, args, kwargs)
-        return func(*args, **kwargs)
+            if not kind.is_view:
+                call = self.read(kind, func, args, kwargs, written)
+            elif args and type(args[0]) is nn.Parameter:
+                tape.know(storage_of(args[0]), args[0])
+        for t in written:
+            if operators.has_storage(t):
+                tape.writes[storage_of(t)] += 1
+        return func(*args, **kwargs) if call is None else self.perform(call)
 
-    def read(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Call | None:
+    def read(self, kind: Kind, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Call | None:
         """None: the operation is not on the tape; it ends it, or neither makes memory nor writes to any on it."""
         tensors, others = operators.split(args, kwargs)
+        storages = [storage_of(t) for t in tensors if operators.is_plain(t)]
         why = "" if kind.is_plain else "is not a plain operation of aten or prims"
-        storages: list[int] = []
-        for t in tensors:
-            if why or not operators.is_plain(t):
-                why = why or "reads a tensor that is not plain"
-                break
-            storages.append(storage_of(t))
-            if storages[-1] in self.tape.moved:
-                why = f"reads {self.tape.moved[storages[-1]]}, which is perturbed"
-            elif type(t) is nn.Parameter:
-                self.tape.know(storages[-1], t)
+        if len(storages) < len(tensors):
+            why = why or "reads a tensor that is not plain"
+        elif not self.tape.moved.keys().isdisjoint(storages):
+            moved = next(storage for storage in storages if storage in self.tape.moved)
+            why = why or f"reads {self.tape.moved[moved]}, which is perturbed"
         if why:
             self.end(f"{func} {why}")
             return None
         is_recorded = kind.makes
-        for t in operators.written_by(kind, args, kwargs) if kind.written else ():
+        for t in written:
             storage = storage_of(t)
             is_filled = kind.is_seeded and t.numel() * t.element_size() == t.untyped_storage().nbytes()
             if is_filled or not t.is_cpu:
                 self.blank.discard(storage)
             is_recorded |= storage in self.made and storage not in self.blank
+        if not is_recorded:
+            return None
+        # Statistics are updated and not read; a batch norm reads its first three arguments.
+        is_update = kind.is_batch_norm or kind.is_region
+        updated = {id(t) for t in written} - {id(a) for a in args[:3]} if is_update else set()
+        inputs = [
+            ("updated",) if id(t) in updated else self.describe(t, storage)
+            for t, storage in zip(tensors, storages, strict=True)
+        ]
         generator = operators.generator_of(tensors, others) if kind.is_seeded else None
-        return Call(kind, func, args, kwargs, tensors, storages, others, generator) if is_recorded else None
+        others += operators.conditions(generator)
+        return Call(kind, func, args, kwargs, tensors, storages, others, inputs, generator, bool(written))
 
     def describe(self, t: Tensor, storage: int) -> tuple[Any, ...] | None:
         """Equal descriptions are equal values. None: the values themselves must be compared."""
@@ -138,121 +149,91 @@ class _Mode(TorchDispatchMode):
         geometry = (t.size(), t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg())
         is_loose = storage in tape.given_away or storage in self.blank
         if storage in self.made and not is_loose:
-            return self.made[storage], geometry
-        if t.is_cpu and (is_loose or storage not in tape.versioned):
+            return self.made[storage][0], geometry
+        if t.is_cpu and (is_loose or (storage not in tape.versioned and type(t) is not nn.Parameter)):
             return None
         if is_loose:
             return (object(),)  # device memory that others may have filled: equal to nothing
         tape.know(storage, t)
-        return storage, geometry, t._version, tape.writes.get(storage, 0)
+        return storage, geometry, t._version, tape.writes[storage]
 
-    def adopt(self, call: Call, t: Tensor, number: int) -> None:
+    def adopt(self, kind: Kind, t: Tensor, number: int) -> StorageWeakRef:
         """The storage of t gets its number."""
-        storage = storage_of(t)
-        self.made[storage] = number
+        reference = StorageWeakRef(t.untyped_storage())
+        storage = reference.cdata
+        self.made[storage] = number, reference
         self.tape.writes.pop(storage, None)  # another storage had this address
         self.tape.given_away.discard(storage)
-        if call.kind.is_empty or (call.kind.is_blank and t.is_cpu):
+        if kind.is_empty or (kind.is_blank and t.is_cpu):
             self.blank.add(storage)
+        return reference
 
 
 class _Record(_Mode):
     def end(self, why: str) -> None:
         if not self.is_over:
-            tape, self.is_over, self.tape.ended = self.tape, True, why
-            for entry in tape.entries:
-                made = entry.made()
-                if entry.returns is None or any(map(tape.is_spoilt, made)) or not all(o.is_alive() for o in made):
-                    entry.returns = None
-                else:
-                    for output in made:
-                        output.keep()
+            self.is_over, self.tape.ended = True, why
+            for entry in self.tape.entries:
+                entry.keep()
 
     def perform(self, call: Call) -> Any:
-        tape, updated = self.tape, call.updated()
+        tape, kind, outputs = self.tape, call.kind, []
         inputs = [
-            None if id(t) in updated else self.describe(t, storage) or (t.stride(), t.detach().clone())
-            for t, storage in zip(call.tensors, call.storages, strict=True)
+            (t.stride(), t.detach().clone()) if described is None else described
+            for t, described in zip(call.tensors, call.inputs, strict=True)
         ]
-        entry = Entry(call, inputs)
-        tape.count_writes(call.kind, call.args, call.kwargs)
-        out, values, entry.added = call.run()
+        out, values = call.run()
         tape.bytes += sum(t.nbytes for t in call.tensors)
-        if call.generator is not None:
-            entry.random = entry.random[0], call.generator.get_state()
-        can_reuse = not (call.kind.written or call.kind.is_blank or (updated and not call.tensors[0].is_cpu))
+        can_reuse = kind.is_region or not (call.is_written or kind.is_blank)
         for value in values:
             storage = storage_of(value) if isinstance(value, Tensor) and operators.is_plain(value) else None
             if storage is None:
                 can_reuse &= not isinstance(value, (Tensor, tuple, list))
             elif storage in call.storages:
                 index = call.storages.index(storage)
-                can_reuse &= call.kind.is_region and value.dtype == call.tensors[index].dtype
+                can_reuse &= kind.is_region and value.dtype == call.tensors[index].dtype
                 value = Alias(value, call.tensors, index)
             elif storage in self.made:
                 can_reuse = False
             else:
-                self.adopt(call, value, tape.numbers)
-                value, tape.numbers = Output(value, tape.numbers), tape.numbers + 1
-                if call.kind.is_region:  # of many outputs, all must live
-                    value.keep()
-            entry.outputs.append(value if can_reuse or isinstance(value, Output) else None)
-        entry.returns = type(out) if can_reuse else None
-        tape.entries.append(entry)
+                number = len(self.made)
+                value = Output(value, number, self.adopt(kind, value, number))
+            outputs.append(value if can_reuse or isinstance(value, Output) else None)
+        state = None if call.generator is None else call.generator.get_state()
+        returns = type(out) if can_reuse else None
+        tape.entries.append(Entry(call.func, call.others, inputs, state, outputs, returns))
+        if kind.is_region:  # of many outputs, all must live
+            tape.entries[-1].keep()
+        call.update_statistics(values)
         return out
 
 
 class _Replay(_Mode):
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
-        self.position = 0
-        self.references: list[StorageWeakRef] = []  # so that no other storage gets an address that is in `made`
         self.is_over = self.is_idle = not tape.entries
 
     def end(self, why: str) -> None:
         if not self.is_over:
             self.is_over = self.is_idle = True
-            if self.position < len(self.tape.entries):
+            if self.tape.entries:
                 self.tape.ended = why
             self.tape.entries.clear()
 
     def perform(self, call: Call) -> Any:
         tape = self.tape
-        entry = tape.entries[self.position] if self.position < len(tape.entries) else None
-        if entry is None or (why := self.difference(entry, call)):
-            self.end("" if entry is None else f"{call.func} has {why}")
-            return call.run()[0]
-        self.position += 1
-        can_reuse = entry.returns is not None and all(o.is_intact() and not tape.is_spoilt(o) for o in entry.made())
-        tape.count_writes(call.kind, call.args, call.kwargs)
-        if not can_reuse:
-            out, values, _ = call.run()
-        else:
-            values = [o.again(call.tensors) if isinstance(o, (Output, Alias)) else o for o in entry.outputs]
-            out, tape.reused = entry.returns(values) if entry.returns in (tuple, list) else values[0], tape.reused + 1
-            if call.generator is not None and entry.random[1] is not None:
-                call.generator.set_state(entry.random[1])
-            call.update_statistics(entry.added)
+        if not tape.entries or (why := tape.entries[0].difference(call)):
+            self.end(f"{call.func} has {why}" if tape.entries else "")
+            return call.func(*call.args, **call.kwargs)
+        entry = tape.entries.popleft()
+        can_reuse = entry.returns is not None
+        tape.reused += can_reuse
+        out, values = entry.again(call) if can_reuse else call.run()
         for value, output in zip(values, entry.outputs, strict=True):
             if type(output) is Output:
-                output.kept = None
-                self.adopt(call, value, output.number)
-                self.references.append(StorageWeakRef(value.untyped_storage()))
+                self.adopt(call.kind, value, output.number)
+        call.update_statistics(values)
         return out
-
-    def difference(self, entry: Entry, call: Call) -> str:
-        is_same = entry.func is call.func and len(entry.inputs) == len(call.tensors)
-        if not is_same or not operators.same(entry.others, call.others):
-            return "other arguments" if entry.func is call.func else f"taken the place of {entry.func}"
-        if entry.settings != operators.settings() or entry.random[0] != operators.random_state(call.generator):
-            return "another random state, or other settings of torch"
-        compared = zip(entry.inputs, call.tensors, call.storages, strict=True)
-        return "" if all(self.matches(*pair) for pair in compared) else "another input"
-
-    def matches(self, recorded: Any, t: Tensor, storage: int) -> bool:
-        if recorded is not None and isinstance(recorded[-1], Tensor):
-            return recorded[0] == t.stride() and operators.same_bits(recorded[1], t)
-        return recorded is None or recorded == self.describe(t, storage)
 
 
 class Tape:
@@ -261,8 +242,8 @@ class Tape:
     Args:
         moved: the weights that will be perturbed, by name.
         start: the inner model of a DDP, in whose forward the tape begins: what DDP does before is not on it.
-        between: whether the user's code runs between the two contexts. Writes there, to weights and to memory that the
-            user holds, are noticed by checksums; on a device, by version counters only.
+        between: whether the user's code runs between the two contexts. Writes there to weights are noticed by
+            checksums; on a device, by version counters only.
 
     ``operations`` are those of the first forward, without views, until the tape ended; ``reused`` those that the second
     did not compute again; ``ended`` says where and why that ended, with the weight's or the operation's name.
@@ -273,9 +254,8 @@ class Tape:
         self.start, self.between = start, between
         self.operations, self.reused, self.ended = 0, 0, ""
         self.bytes = 0  # that the operations read
-        self.numbers = 0  # of storages made in the first pass
-        self.entries: list[Entry] = []
-        self.writes: dict[int, int] = {}
+        self.entries: deque[Entry] = deque()
+        self.writes: Counter[int] = Counter()
         self.given_away: set[int] = set()
         self.versioned: dict[int, Tensor] = {}  # outside memory that is known by its version
         self.checksums: dict[int, int] = {}
@@ -288,23 +268,26 @@ class Tape:
             with self._active(mode):
                 yield
             mode.end("the first pass is over")
-            self.operations = len(self.entries)
+            self._settle()
         except BaseException:
             self.release()
             raise
-        if not any(output.kept for output in self.outputs()):
+
+    def _settle(self) -> None:
+        """Keep for the second pass what is alive and unwritten, and nobody else's."""
+        self.operations = len(self.entries)
+        for entry in self.entries:
+            entry.settle(self.writes.keys() | self.given_away)
+        if all(entry.returns is None for entry in self.entries):
             self.release()
         elif self.between:
-            for output in self.outputs():
-                output.watch()
-            known = self.versioned.items()
-            self.checksums = {storage: operators.checksum(t.untyped_storage()) for storage, t in known if t.is_cpu}
+            self.checksums = {s: operators.checksum(t) for s, t in self.versioned.items() if t.is_cpu}
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Around the second forward and backward."""
         for storage, checksum in self.checksums.items():
-            if operators.checksum(self.versioned[storage].untyped_storage()) != checksum:
+            if operators.checksum(self.versioned[storage]) != checksum:
                 self.given_away.add(storage)
         try:
             with self._active(_Replay(self)):
@@ -324,11 +307,10 @@ class Tape:
             if mode.is_idle:
                 yield
             else:
-                with operators.uncompiled(_Watch(mode)), mode:
+                # What torch.compile leaves between two compiled graphs would be compiled within the mode, and unseen.
+                torch._dynamo.eval_frame.skip_code(_Watch.__torch_function__.__code__)
+                with _Watch(mode), mode:
                     yield
-
-    def outputs(self) -> list[Output]:
-        return [output for entry in self.entries for output in entry.made()]
 
     @property
     def is_worthwhile(self) -> bool:
@@ -338,11 +320,3 @@ class Tape:
     def know(self, storage: int, t: Tensor) -> None:
         if storage not in self.versioned and storage not in self.moved:
             self.versioned[storage] = t.detach()
-
-    def count_writes(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for t in operators.written_by(kind, args, kwargs) if kind.written != () or kind.is_batch_norm else ():
-            if operators.has_storage(t):
-                self.writes[storage_of(t)] = self.writes.get(storage_of(t), 0) + 1
-
-    def is_spoilt(self, output: Output) -> bool:
-        return output.storage in self.writes or output.storage in self.given_away

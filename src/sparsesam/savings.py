@@ -8,7 +8,7 @@ second forward     operations before the first perturbed weight return their fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from sparsesam.filters import FilterLayers, WeightGradient, weight_gradient
 from sparsesam.masks.packed import PackedMask
 from sparsesam.options import Options
 from sparsesam.replay import Tape
+from sparsesam.utils.graph import nodes_of
 from sparsesam.wrapper import PerturbedParams
 
 
@@ -50,7 +51,6 @@ class Shortcuts:
 
     ``everything``: the method needs every gradient. ``is_due``: a mask will be made from the gradients of this step.
     ``records``: whether recording operations was worthwhile in earlier steps.
-    ``inputs`` are the parameters whose gradient the ascent needs; None: all, and nothing is left out of the backward.
     """
 
     def __init__(
@@ -72,23 +72,22 @@ class Shortcuts:
             )
         self._model, self._ddp, self._options = model, ddp, options
         moved = {p.name: p.parameter for p in params if _moves(masks[p.name], p.rho, options)}
-        needs_all = options.norm == "full" or options.ascent == "implicit-dense"
-        self._needed = [p.parameter for p in params if needs_all or p.name in moved]
-        why = _why_nothing(options, params, is_due) or (None if moved else "nothing is perturbed")
+        counts_all = options.norm == "full" or options.ascent == "implicit-dense"
+        self._needed = [p.parameter for p in params if counts_all or p.name in moved]
         self._trainable = [p for p in model.parameters() if p.requires_grad]
-        self._wanted = {} if everything or why is not None else self._gradients_wanted(params, masks)
+        why = _why_nothing(options, params, is_due, moved)
+        self._wanted = {} if everything or why else self._gradients_wanted(params, masks)
         self.layers = FilterLayers(self._wanted) if self._wanted else None
         is_partial = len(self._needed) < len(self._trainable) or self.layers is not None
-        self.inputs: list[Tensor] | None = None
         # Without knowing the DistributedDataParallel, one must reckon with one that waits for every gradient.
-        needs_all = (dist.is_available() and dist.is_initialized()) if ddp is None else needs_every_gradient(ddp)
-        if why is None and is_partial and not everything and not needs_all:
-            self.inputs = self._needed
-        if why is None and len(moved) == sum(1 for _ in model.parameters()):
+        waits = (dist.is_available() and dist.is_initialized()) if ddp is None else needs_every_gradient(ddp)
+        #: the parameters whose gradient the ascent needs; None: all, and nothing is left out of the backward
+        self.inputs = self._needed if is_partial and not (why or everything or waits) else None
+        if not why and len(moved) == sum(1 for _ in model.parameters()):
             why = "every parameter is perturbed"
-        elif why is None and options.ascent_fraction < 1:
+        elif not why and options.ascent_fraction < 1:
             why = "the ascent uses only a part of the batch"
-        elif why is None and not records:
+        elif not why and not records:
             why = "operations are so small that recording them takes longer than running them again"
         self.why_no_tape = why
         self.tape = None if why else Tape(moved, start=None if ddp is None else ddp.module)
@@ -107,12 +106,10 @@ class Shortcuts:
             if name is None and options.is_implicit:
                 mask = PackedMask(parameter.shape, 0, None)
             # Only a mask of some entries, or one that stops an implicit gradient, changes a layer's backward.
-            if mask is None or mask.is_full or (mask.is_empty and not options.is_implicit):
-                continue
-            is_counted = name is not None
-            want = weight_gradient(mask, parameter, ascent=options.ascent, norm=options.norm, is_counted=is_counted)
-            if want is not None:
-                wanted[parameter] = want
+            if mask is not None and (options.is_implicit or not mask.is_empty):
+                is_counted = name is not None
+                want = weight_gradient(mask, parameter, ascent=options.ascent, norm=options.norm, is_counted=is_counted)
+                wanted |= {} if want is None else {parameter: want}
         return wanted
 
     def give_up_tape(self, reason: str) -> None:
@@ -147,7 +144,7 @@ class Shortcuts:
         with torch._C.DisableTorchFunction():
             inputs = [p for p in self.inputs or () if p.requires_grad]
             # torch refuses to differentiate a reentrant checkpoint in part.
-            is_full = not inputs or has_reentrant_checkpoint(loss)
+            is_full = not inputs or any(type(n).__name__ == _REENTRANT for n in nodes_of([loss.grad_fn]))
         if is_full:
             loss.backward(**options)
             return
@@ -163,32 +160,28 @@ class Shortcuts:
     def check_implicit(self, warn: Callable[[str], None]) -> None:
         """Raise unless the first pass computed gradients through masked weights; warn of weights where it did not."""
         ascent, called = self._options.ascent, set() if self.layers is None else self.layers.called
-        wanted = [p for p, want in self._wanted.items() if not want.mask.is_empty]
-        explicit = [p for p in wanted if id(p) not in called]
-        if wanted and len(explicit) == len(wanted):
+        wanted = {id(p) for p, want in self._wanted.items() if not want.mask.is_empty}
+        explicit = [name for name, p in self._model.named_parameters() if id(p) in wanted - called]
+        if wanted and wanted.isdisjoint(called):
             raise RuntimeError(
                 f"ascent={ascent!r} did not see the first pass: it must use the weights of the model given to the "
                 f"optimizer, {type(self._model).__name__}, in torch's linear and convolution functions"
             )
         if explicit:
-            names = {id(p): name for name, p in self._model.named_parameters()}
-            shown = ", ".join(names[id(p)] for p in explicit[:5]) + (" and more" if len(explicit) > 5 else "")
+            shown = ", ".join(explicit[:5]) + (" and more" if len(explicit) > 5 else "")
             warn(f"ascent={ascent!r} acts in linear and convolution layers: the ascent was explicit for {shown}")
 
-    @contextmanager
-    def second_pass(self) -> Iterator[None]:
-        with nullcontext() if self.tape is None else self.tape.replaying():
-            yield
+    def second_pass(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.tape is None else self.tape.replaying()
 
     def savings(self) -> Savings:
-        computed = sum(p.numel() for p in self._trainable)
+        total = computed = sum(p.numel() for p in self._trainable)
         if not self.is_complete:
             kept = {p: want.mask.count for p, want in self._wanted.items() if self._by_filter and not want.dense}
             computed = sum(kept.get(p, p.numel()) for p in self._needed)
-        total = sum(p.numel() for p in self._trainable)
         left_out = 1 - computed / total if total else 0.0
         if self.tape is None:
-            return Savings(left_out, 0, 0, str(self.why_no_tape))
+            return Savings(left_out, 0, 0, self.why_no_tape)
         return Savings(left_out, self.tape.reused, self.tape.operations, self.tape.ended)
 
     def release(self) -> bool:
@@ -199,29 +192,19 @@ class Shortcuts:
         return self.tape.is_worthwhile
 
 
+_REENTRANT = "CheckpointFunctionBackward"  # of torch.utils.checkpoint
+
+
 def _moves(mask: PackedMask | None, rho: float | Tensor, options: Options) -> bool:
     is_empty = mask is not None and mask.is_empty and options.ascent != "implicit-dense"
     return not is_empty and (isinstance(rho, Tensor) or rho != 0)
 
 
-def _why_nothing(options: Options, params: PerturbedParams, is_due: bool) -> str | None:
+def _why_nothing(options: Options, params: PerturbedParams, is_due: bool, moved: Mapping[str, Tensor]) -> str:
     if not options.engine:
         return "engine=False"
     if is_due:
         return "the mask is made from the gradients of this step"
     if params.shards is not None:
         return "parameters are sharded (fully_shard, DTensor): they are gathered in every forward and backward"
-    return None
-
-
-def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Whether a reentrant torch.utils.checkpoint is in the graph of the loss."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            if type(node).__name__ == "CheckpointFunctionBackward":
-                return True
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return False
+    return "" if moved else "nothing is perturbed"

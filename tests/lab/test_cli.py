@@ -39,7 +39,6 @@ REFUSED = [
     ("train --sparsty 0.5", "unknown option 'sparsty'; did you mean sparsity"),
     ("train --optimiser sam", "unknown option 'optimiser'; did you mean optimizer?"),
     ("train --clip-grad 1", "unknown option 'clip-grad'; did you mean clip-grad-norm?"),
-    ("train --learning_rate=0.1", "unknown option 'learning_rate'; did you mean lr?"),
     ("train --config bad.yaml", "unknown option 'epoch'; did you mean epochs"),
     ("analyze hessian --eigenvalue 3 run", "unknown option 'eigenvalue'"),
     ("train --optimizer other", "--optimizer must be one of 'sgd', "),

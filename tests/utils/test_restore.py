@@ -100,15 +100,6 @@ def normalized():
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
 
 
-def without_needless_first_pass(opt, model, x, y):
-    if opt.needs_first_pass:
-        F.cross_entropy(model(x), y).backward()
-    with opt.perturbed():
-        F.cross_entropy(model(x), y).backward()
-    opt.step()
-    opt.zero_grad()
-
-
 METHODS = {
     "SAM": lambda *given: sparsesam.SAM(*given),
     "every other step": lambda *given: sparsesam.SAM(*given, every=2),
@@ -117,7 +108,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases, without_needless_first_pass])
+@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases])
 @pytest.mark.parametrize("method", METHODS)
 def test_statistics_are_updated_once_per_step(method, step):
     model = normalized()

@@ -57,25 +57,16 @@ def check_bool(argument: str, masks: Mapping[str, Tensor]) -> None:
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
     """Returns "did you mean …?" with the most similar names; if none is similar, ``otherwise`` or some names."""
-    scores = {candidate: similarity(name, candidate) for candidate in known}
+
+    def plain(text: str) -> str:
+        return text.lower().replace("_", "-")
+
+    scores = {text: difflib.SequenceMatcher(None, plain(name), plain(text)).ratio() for text in known}
     order = sorted(scores, key=lambda candidate: -scores[candidate])
     found = [candidate for candidate in order[:3] if scores[candidate] >= max(0.65, scores[order[0]] - 0.08)]
     if found:
         return f"did you mean {' or '.join(found)}?"
     return f"known are {', '.join(order[:3])}{', …' if len(order) > 3 else ''}" if otherwise is None else otherwise
-
-
-def similarity(name: str, known: str) -> float:
-    """Returns 0 to 1. High if few letters differ (``optimiser``), if one name is a prefix of the other (``clip-grad``
-    and ``clip-grad-norm``), or if one is the initials of the other (``learning-rate`` and ``lr``).
-    """
-    name, known = (text.lower().replace("_", "-") for text in (name, known))
-    ratio = difflib.SequenceMatcher(None, name, known).ratio()
-    for short, long in ((name, known), (known, name)):
-        if "-" in long and short == "".join(word[:1] for word in long.split("-")):
-            return max(ratio, 0.95)
-    begin_alike = known.startswith(name) or (name.startswith(known) and len(known) > 2)
-    return max(ratio, 0.85) if begin_alike else ratio
 
 
 class NonFiniteScoreError(ValueError):

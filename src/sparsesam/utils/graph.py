@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -14,20 +14,18 @@ def tensors_in(*trees: Any) -> list[Tensor]:
     for tree in trees:
         if isinstance(tree, Tensor):
             found.append(tree)
-        elif isinstance(tree, (tuple, list)) and tree:
-            found += tensors_in(*tree)
-        elif isinstance(tree, dict) and tree:
-            found += tensors_in(*tree.values())
+        elif isinstance(tree, (tuple, list, dict)):
+            found += tensors_in(*(tree.values() if isinstance(tree, dict) else tree))
     return found
 
 
-def nodes_of(roots: Iterable[Any], ends: Container[Any] = ()) -> Iterator[Any]:
-    """Yield all nodes of the graph reachable from ``roots``, up to but without ``ends``."""
+def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield all nodes of the graph reachable from ``roots``."""
     waiting = list(roots)
     seen = set()
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen and node not in ends:
+        if node is not None and node not in seen:
             seen.add(node)
             yield node
             waiting += [following for following, _ in node.next_functions]

@@ -1,12 +1,13 @@
-"""What torch's operators read, write, make and draw; their outputs in the first pass; the bits of tensors."""
+"""What torch's operators read, write, make and draw; the bits of tensors; the entries of a tape."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,12 +15,9 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
-from torch.utils.weak import TensorWeakRef
 
 storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
-Mode = TypeVar("Mode", bound=TorchFunctionMode)
 _aten = torch.ops.aten
 _CONSTANT = [
     f"{new}{name}{like}" for name in ("zeros", "ones", "full") for new, like in (("", ""), ("", "_like"), ("new_", ""))
@@ -36,19 +34,19 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Kind(NamedTuple):
     """What is the same in every call of an overload."""
 
-    is_plain: bool  # of aten or prims, and leaves every tensor in its memory
-    is_view: bool  # reads and writes no memory
-    makes: bool  # returns new tensors
-    is_seeded: bool
-    is_empty: bool  # makes memory without values
-    is_blank: bool  # makes memory that has yet to be filled: empty or constant
-    is_batch_norm: bool
-    is_region: bool  # compiled code
-    statistics: tuple[tuple[int, float], ...]  # inputs s of a region that it only updates, s <- c * s + x, and their c
-    written: tuple[tuple[int, str], ...] | None  # arguments, by position and name; None: unknown
+    is_plain: bool = False  # of aten or prims, and leaves every tensor in its memory
+    is_view: bool = False  # reads and writes no memory
+    makes: bool = False  # returns new tensors
+    is_seeded: bool = False
+    is_empty: bool = False  # makes memory without values
+    is_blank: bool = False  # makes memory that has yet to be filled: empty or constant
+    is_batch_norm: bool = False
+    is_region: bool = False  # compiled code
+    statistics: tuple[tuple[int, float], ...] = ()  # inputs s of a region that it updates, s <- c * s + x, and their c
+    written: tuple[tuple[int, str], ...] | None = None  # arguments, by position and name; None: unknown
 
 
-_OPAQUE = Kind(False, False, False, False, False, False, False, False, (), None)
+_UNKNOWN = Kind()
 _KINDS: dict[Any, Kind] = {}
 _REGIONS: WeakKeyDictionary[Any, Kind] = WeakKeyDictionary()
 
@@ -61,7 +59,7 @@ def kind_of(func: Any, args: Sequence[Any]) -> Kind:
         elif str(func) == "inductor_compiled_code":  # what torch.compile's wrap_inductor_compiled_regions shows
             kind = _REGIONS.get(args[0]) or _REGIONS.setdefault(args[0], _kind_of_region(*args))
         else:
-            kind = _OPAQUE
+            kind = _UNKNOWN
     return kind
 
 
@@ -81,37 +79,29 @@ def _kind_of_overload(func: OpOverload) -> Kind:
         is_empty=name in _EMPTY,
         is_blank=name in _EMPTY or name in _CONSTANT,
         is_batch_norm=func in _BATCH_NORMS,
-        is_region=False,
-        statistics=(),
         written=() if is_view else written if is_torchs else None,  # schemas of collectives do not say what they write
     )
 
 
 def _kind_of_region(region: Any, values: Sequence[Any]) -> Kind:
     """Plain, if it draws no random numbers, and writes to its inputs only to update statistics in host memory."""
-    opaque = _OPAQUE._replace(makes=True, is_region=True)
     graph = getattr(region.original_gm, "graph", None)
     if graph is None or torch._functorch.config.donated_buffer:
-        return opaque
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    written, statistics, is_plain = [], [], True
+        return _UNKNOWN
+    inputs, statistics = [node for node in graph.nodes if node.op == "placeholder"], []
     for node in graph.nodes:
-        if node.op == "call_function" and node.target.__module__ not in ("_operator", "math"):  # sizes, items
-            kind = kind_of(node.target, ())
-            if not kind.is_plain or kind.is_batch_norm or kind.written is None:
-                return opaque
-            is_plain &= not kind.is_seeded and "inductor_" not in str(node.target)
-            if kind.written and node.args[0] not in inputs:
-                return opaque
-            if kind.written:
-                index, factor = inputs.index(node.args[0]), _factor(node)
-                written.append((1, str(index)))
-                is_exact = values[index].is_cpu and values[index].dtype in _EXACT
-                if factor is not None and is_exact:  # otherwise c * s + x may be rounded once, or wrap around
-                    statistics.append((index, factor))
-    if not is_plain or len(statistics) < len(written):
-        return opaque._replace(written=tuple(written))
-    return opaque._replace(is_plain=True, statistics=tuple(statistics), written=())
+        if node.op != "call_function" or node.target.__module__ in ("_operator", "math"):  # sizes, items
+            continue
+        kind = kind_of(node.target, ())
+        if not kind.is_plain or kind.is_seeded or kind.is_batch_norm or "inductor_" in str(node.target):
+            return _UNKNOWN
+        if kind.written:
+            factor, index = _factor(node), inputs.index(node.args[0]) if node.args[0] in inputs else None
+            # Of other types, c * s + x may be rounded once, or wrap around.
+            if factor is None or index is None or not values[index].is_cpu or values[index].dtype not in _EXACT:
+                return _UNKNOWN
+            statistics.append((index, factor))
+    return Kind(is_plain=True, makes=True, is_region=True, statistics=tuple(statistics), written=())
 
 
 def _factor(copy: Any) -> float | None:
@@ -131,18 +121,13 @@ def _factor(copy: Any) -> float | None:
 def written_by(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     if kind.written is None:
         return split(args, kwargs)[0]
-    found: list[Any] = []
+    found: list[Any] = [args[1][i] for i, _ in kind.statistics]
+    if kind.is_batch_norm and args[5]:
+        found.extend(args[3:5])
     for i, name in kind.written:
-        value = args[1][int(name)] if name.isdigit() else args[i] if i < len(args) else kwargs.get(name)
+        value = args[i] if i < len(args) else kwargs.get(name)
         found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return [t for t in found if isinstance(t, Tensor)] + running_statistics(kind, args)
-
-
-def running_statistics(kind: Kind, args: Sequence[Any]) -> list[Tensor]:
-    """Those that a batch norm or a compiled region updates."""
-    if kind.is_region:
-        return [args[1][i] for i, _ in kind.statistics]
-    return [t for t in args[3:5] if t is not None] if kind.is_batch_norm and args[5] else []
+    return [t for t in found if isinstance(t, Tensor)]
 
 
 def split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Any]]:
@@ -168,11 +153,11 @@ def same(recorded: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-def settings() -> tuple[Any, ...]:
+def conditions(generator: torch.Generator | None) -> tuple[Any, ...]:
     """What a result depends on besides the arguments."""
-    c = torch._C
+    c, state = torch._C, b"" if generator is None else generator.get_state().numpy().tobytes()
     backends = c._get_mkldnn_enabled(), c._get_cudnn_enabled(), c._get_float32_matmul_precision()
-    return torch.get_default_dtype(), torch.get_num_threads(), c._get_deterministic_algorithms(), *backends
+    return state, torch.get_default_dtype(), torch.get_num_threads(), c._get_deterministic_algorithms(), *backends
 
 
 def generator_of(tensors: Sequence[Tensor], others: Iterable[Any]) -> torch.Generator | None:
@@ -188,10 +173,6 @@ def generator_of(tensors: Sequence[Tensor], others: Iterable[Any]) -> torch.Gene
     return None if device.type == "meta" else torch.get_device_module(device).default_generators[device.index or 0]
 
 
-def random_state(generator: torch.Generator | None) -> bytes:
-    return b"" if generator is None else generator.get_state().numpy().tobytes()
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Of the same shape and type, and equal as integers: -0.0 is not 0.0, and NaN is NaN."""
     return (a.dtype, a.size(), a.device) == (b.dtype, b.size(), b.device) and torch.equal(_bits(a), _bits(b))
@@ -203,14 +184,9 @@ def _bits(t: Tensor) -> Tensor:
     return t.view(_INTEGERS[t.element_size()]) if t.is_floating_point() else t
 
 
-def checksum(storage: torch.UntypedStorage) -> int:
-    """Of host memory."""
-    return zlib.crc32(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data)
-
-
-def is_transformed() -> bool:
-    """Whether a function transform, such as ``vmap``, is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def checksum(t: Tensor) -> int:
+    """Of its whole storage, in host memory."""
+    return zlib.crc32(torch.empty(0, dtype=torch.uint8, device="cpu").set_(t.untyped_storage()).numpy().data)
 
 
 def has_storage(t: Tensor) -> bool:
@@ -232,20 +208,17 @@ GIVES_AWAY_MEMORY = {
 
 
 def _unintercepted(function: Any) -> Any:
-    """A function of autograd as it is without function modes: the mode must stay active for the hooks that it runs."""
-    own = FunctionType(function.__code__, {**function.__globals__, "has_torch_function": lambda _: False})
-    own.__defaults__, own.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    """The function as it is without function modes: ours must stay active for the hooks that it runs."""
+    names = dict.fromkeys(["has_torch_function", "has_torch_function_unary"], lambda _: False)
+    own = FunctionType(function.__code__, {**function.__globals__, **names}, argdefs=function.__defaults__)
+    own.__kwdefaults__ = function.__kwdefaults__
     return own
 
 
-_backward, _grad = _unintercepted(torch.autograd.backward), _unintercepted(torch.autograd.grad)
+RUNS_HOOKS = {f: _unintercepted(f) for f in (torch.autograd.backward, torch.autograd.grad, Tensor.backward)}
 
 
-def _tensor_backward(t: Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-    _backward(t, gradient, *args, **kwargs)
-
-
-RUNS_HOOKS = {torch.autograd.backward: _backward, torch.autograd.grad: _grad, Tensor.backward: _tensor_backward}
+# ---- operations of the first pass, for the second to use again ------------------------------------------------
 
 
 class Call(NamedTuple):
@@ -257,120 +230,111 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
     tensors: list[Tensor]
     storages: list[int]
-    others: list[Any]
+    others: list[Any]  # arguments, and conditions
+    inputs: list[Any]  # a description of each tensor
     generator: torch.Generator | None
+    is_written: bool  # to any of its arguments
 
-    def run(self) -> tuple[Any, Sequence[Any], list[Tensor]]:
-        """What it returns, that as a sequence, and what a compiled region adds to its statistics."""
+    def run(self) -> tuple[Any, list[Any]]:
+        """What it returns, and the values in that; of a compiled region also what it adds to its statistics."""
         args, added = self.args, []
         if self.kind.statistics:  # c * -0.0 + x is x
             inputs = list(args[1])
-            added = [inputs[i].new_empty_strided(inputs[i].size(), inputs[i].stride()) for i, _ in self.kind.statistics]
-            for (i, _), x in zip(self.kind.statistics, added, strict=True):
-                inputs[i] = x.fill_(-0.0)  # compiled code relies on the strides of s
+            for i, _ in self.kind.statistics:  # compiled code relies on the strides of s
+                inputs[i] = inputs[i].new_empty_strided(inputs[i].size(), inputs[i].stride()).fill_(-0.0)
+                added.append(inputs[i])
             args = args[0], inputs
         out = self.func(*args, **self.kwargs)
-        if added:
-            self.update_statistics(added)
-        return out, out if isinstance(out, (tuple, list)) else (out,), added
+        return out, [*(out if isinstance(out, (tuple, list)) else [out]), *added]
 
-    def updated(self) -> set[int]:
-        """The ids of statistics that it updates and does not read: a batch norm reads its first three arguments."""
-        read = self.args[:3] if self.kind.is_batch_norm else ()
-        return {id(t) for t in running_statistics(self.kind, self.args)} - {id(t) for t in read}
-
-    def update_statistics(self, added: list[Tensor]) -> None:
-        if self.kind.is_batch_norm and running_statistics(self.kind, self.args):
-            _aten.batch_norm_update_stats(self.args[0], self.args[3], self.args[4], self.args[6])
-        for (i, factor), x in zip(self.kind.statistics, added, strict=True):
+    def update_statistics(self, values: list[Any]) -> None:
+        statistics = self.kind.statistics
+        for (i, factor), x in zip(statistics, values[len(values) - len(statistics) :], strict=True):
             self.args[1][i].mul_(factor).add_(x)
-
-
-def uncompiled(mode: Mode) -> Mode:
-    """The mode, whose own code torch.compile traces but does not compile.
-
-    What runs as it is between two compiled graphs would be compiled within the mode, and what is compiled is not seen.
-    """
-    import torch._dynamo  # takes long, and is imported by the first step in any case
-
-    torch._dynamo.eval_frame.skip_code(type(mode).__torch_function__.__code__)
-    return mode
-
-
-# ---- operations of the first pass, for the second to use again ------------------------------------------------
 
 
 class Output:
     """A storage that an operation has made, and the tensor on it that was returned."""
 
-    __slots__ = ("geometry", "kept", "number", "options", "reference", "seen", "shared", "storage", "tensor")
-
-    def __init__(self, t: Tensor, number: int) -> None:
-        self.number, self.storage, self.reference = number, storage_of(t), StorageWeakRef(t.untyped_storage())
-        self.geometry, self.options = (t.storage_offset(), t.size(), t.stride()), (t.dtype, t.device)
-        self.tensor = None if t.is_cpu else TensorWeakRef(t)
-        self.kept: torch.UntypedStorage | None = None
-        self.seen: int | None = None  # checksum or version
-        self.shared: Tensor | None = None  # has the version counter of those who hold the memory
-
-    def is_alive(self) -> bool:
-        return not self.reference.expired()
-
-    def is_held_elsewhere(self) -> bool:
-        return torch._C._storage_Use_Count(self.storage) > 1
+    def __init__(self, t: Tensor, number: int, reference: StorageWeakRef) -> None:
+        self.number, self.reference = number, reference
+        self.geometry = t.storage_offset(), t.size(), t.stride()
+        self.options: dict[str, Any] = {"dtype": t.dtype, "device": t.device}
+        self.kept: torch.UntypedStorage | None = None  # the memory, if it is alive
 
     def keep(self) -> None:
         self.kept = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
 
-    def again(self, _: list[Tensor]) -> Tensor:
-        """The tensor, on memory that nobody else holds."""
-        memory: Any = self.kept.clone() if self.kept is not None and self.is_held_elsewhere() else self.kept
-        self.kept = None
-        return torch.empty(0, dtype=self.options[0], device=self.options[1]).set_(memory, *self.geometry)
+    def own(self) -> None:
+        """Keep a copy of memory that somebody else holds."""
+        if self.kept is not None and torch._C._storage_Use_Count(self.reference.cdata) > 1:
+            self.kept = self.kept.clone()
 
-    def watch(self) -> None:
-        """Notice writes by those who hold the memory: by its bits; on a device by their version counter."""
-        if self.kept is None or self.seen is not None or not self.is_held_elsewhere():
-            return
-        if self.tensor is None:
-            self.seen = checksum(self.kept)
-        elif (tensor := self.tensor()) is not None:
-            self.shared, self.seen = tensor.detach(), tensor._version
-        else:
-            self.kept = None
-
-    def is_intact(self) -> bool:
-        """Whether the memory is kept, and nobody has written to it since ``watch``."""
-        shared, self.shared = self.shared, None
-        if self.kept is None or self.seen is None:
-            return self.kept is not None
-        return self.seen == (checksum(self.kept) if shared is None else shared._version)
+    def again(self, _: Call) -> Tensor:
+        memory: Any = self.kept
+        return torch.empty(0, **self.options).set_(memory, *self.geometry)
 
 
 class Alias:
-    """An output that is one of the operation's inputs, or a view of it."""
+    """An output of a compiled region that is one of its inputs, or a view of it."""
 
     def __init__(self, t: Tensor, tensors: list[Tensor], index: int) -> None:
         self.index, self.is_input = index, t is tensors[index]
         self.geometry = t.size(), t.stride(), t.storage_offset()
 
-    def again(self, tensors: list[Tensor]) -> Tensor:
-        source = tensors[self.index]
+    def again(self, call: Call) -> Tensor:
+        source = call.tensors[self.index]
         return source if self.is_input else source.as_strided(*self.geometry)
 
 
+@dataclass(slots=True)
 class Entry:
     """An operation of the first pass."""
 
-    __slots__ = ("added", "func", "inputs", "others", "outputs", "random", "returns", "settings")
-
-    def __init__(self, call: Call, inputs: list[Any]) -> None:
-        self.func, self.others, self.settings = call.func, call.others, settings()
-        self.inputs = inputs  # a description, a copy with its stride, or None: not compared
-        self.random: tuple[bytes, Tensor | None] = random_state(call.generator), None
-        self.outputs: list[Any] = []
-        self.added: list[Tensor] = []
-        self.returns: type | None = None  # None: it always runs
+    func: Any
+    others: list[Any]
+    inputs: list[Any]  # as in a call, or a stride and a copy
+    state: Tensor | None  # that it left in the generator
+    outputs: list[Any]
+    returns: type | None  # None: it always runs
 
     def made(self) -> list[Output]:
         return [o for o in self.outputs if type(o) is Output]
+
+    def keep(self) -> None:
+        for output in self.made() if self.returns is not None else ():
+            output.keep()
+
+    def settle(self, spoilt: Set[int]) -> None:
+        """Keep nothing that is dead or spoilt, and nothing that somebody else holds."""
+        made = self.made()
+        is_whole = all(o.kept is not None and o.reference.cdata not in spoilt for o in made)
+        self.returns = self.returns if is_whole else None
+        for output in made:
+            if is_whole:
+                output.own()
+            else:
+                output.kept = None
+
+    def again(self, call: Call) -> tuple[Any, list[Any]]:
+        """As ``Call.run``, without running."""
+        assert self.returns is not None
+        values = [o.again(call) if isinstance(o, (Output, Alias)) else o for o in self.outputs]
+        returned = values[: len(values) - len(call.kind.statistics)]
+        if call.generator is not None and self.state is not None:
+            call.generator.set_state(self.state)
+        return self.returns(returned) if self.returns in (tuple, list) else returned[0], values
+
+    def difference(self, call: Call) -> str:
+        """Of a call in the second pass; empty: its result is the same."""
+        if self.func is not call.func:
+            return f"taken the place of {self.func}"
+        if len(self.inputs) != len(call.inputs) or not same(self.others, call.others):
+            return "other arguments, another random state or other settings of torch"
+        for recorded, described, t in zip(self.inputs, call.inputs, call.tensors, strict=True):
+            is_same = recorded == described
+            if described is None and isinstance(recorded[-1], Tensor):
+                is_same = recorded[0] == t.stride() and same_bits(recorded[1], t)
+            if not is_same:
+                return "another input"
+        return ""
