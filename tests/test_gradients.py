@@ -11,52 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from sparsesam.gradients import OldGradient, Treatment
 from tests import cases
 
 # ---- what a pass did to older gradients --------------------------------------------------------------------------
-
-
-def unchanged(parameter):
-    pass
-
-
-def set_to_none(parameter):
-    parameter.grad = None
-
-
-def filled_with_zeros(parameter):
-    parameter.grad.zero_()
-
-
-def added_to(parameter):
-    parameter.sum().backward()
-
-
-def cleared_and_added_to(parameter):
-    parameter.grad = None
-    parameter.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("gradient", "happens", "treatment"),
-    [
-        (torch.ones(3), unchanged, Treatment.UNTOUCHED),
-        (torch.ones(3), set_to_none, Treatment.CLEARED),
-        (torch.ones(3), filled_with_zeros, Treatment.CLEARED),
-        (torch.ones(3), added_to, Treatment.ADDED_TO),
-        (torch.ones(3), cleared_and_added_to, Treatment.CLEARED),
-        (torch.zeros(3), unchanged, Treatment.UNTOUCHED),  # for example of a bias before batch normalization
-        (None, unchanged, Treatment.CLEARED),
-    ],
-)
-def test_changes_of_gradient_are_detected(gradient, happens, treatment):
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = None if gradient is None else gradient.clone()
-    old = OldGradient([parameter])
-    happens(parameter)
-    old.release()
-    assert old.treatment() is treatment
 
 
 def uncleared(model, x, y):
