@@ -115,7 +115,6 @@ class PerturbingOptimizer(OptimizerWrapper):
         engine: ``False`` runs two plain passes; the result is the same.
         ascent_steps: ascend in n steps of length rho / n, each along the gradient where the last one led; a step then
             has n + 1 passes and needs `minimize` or a closure, without ``ascent_scope="local"`` or an implicit ascent.
-            (Foret et al. 2021 project instead on a ball of radius rho, optax takes n steps of length rho.)
         radius: where the norm is taken. ``"global"``: ||e|| = rho. ``"layer"``: e = rho * T² g / ||T g|| in every
             parameter tensor. ``"element"``: e = rho * T sign(g), the L-infinity form of SAM-ON's ablations (Müller et
             al. 2023), which needs a much smaller rho.

@@ -70,7 +70,7 @@ class OldGradients:
         self._was_there: bool | None = None  # when the pass first added to it
         with_gradient = [p for p in self._parameters if p.grad is not None and p.requires_grad]
         self._watched = min(with_gradient, key=Tensor.numel, default=None)
-        if self._watched is not None:
+        if self._watched is not None and self._watched.grad is not None:
             self._gradient, self._version = self._watched.grad, self._watched.grad._version
             self._versions = self._versions_now()
             self._node = get_gradient_edge(self._watched).node  # lives as long as somebody holds it

@@ -107,22 +107,13 @@ class ExtrapolatedSAM(OnePass):
     the best rho that of SAM, within a factor of two on ten of thirteen tasks (docs/study.md). The first
     step, and a step after one that a GradScaler skipped, is a plain step of the base. The returned loss and the running
     statistics are those at w + e, which becomes w as the learning rate decays. It needs as much memory as SAM, 4 bytes
-    per perturbed weight.
-
-    Related: super-acceleration (Nakerst, Brennan, Haque 2020) looks several steps of SGD's momentum ahead to converge
-    faster; extrapolation from the past (Popov 1980; Lin et al. 2020 for large batches) follows the last gradient;
-    `MomentumSAM` fixes the length. The Lookahead optimizer (Zhang et al. 2019), Lookahead-SAM (Yu et al. 2024) and
-    LookSAM (Liu et al. 2022) are other methods.
+    per perturbed weight. docs/one-pass.md has related work. It takes no other options than these:
 
     Args:
-        base: any optimizer.
-        model: the module whose parameters ``base`` holds.
         rho: the strength. Networks without batch normalization do not train with much more than 0.1; 0.005 looks one
             update ahead, as Nesterov's method does.
         mask: as in `SSAM`; only the updates of perturbed weights are kept.
-        rho_schedule: as in `SAM`.
-        every: as in `SAM`.
-        start: as in `SAM`.
+        rho_schedule, every, start: as in `SAM`.
 
     Examples:
         >>> opt = sparsesam.ExtrapolatedSAM(base, model, rho=0.05)
@@ -203,10 +194,8 @@ class FriendlySAM(SharpnessAware):
     a is a moving average of the gradients g at w, an estimate of the gradient of the whole data set. It starts as the
     first g, and the first step is SAM's. As in the authors' code and in pytorch-optimizer, d has the average before the
     step; the paper's has the one that includes g, which for sigma = 1 is the same direction. rho is SAM's, usually 0.05
-    to 0.2. sigma = 0 is SAM. It needs another 4 bytes per parameter, with ``norm="masked"`` per perturbed weight.
-
-    It does not go with a GradScaler, whose scale would enter the average, with several ascent steps, with
-    ``ascent_scope="local"``, or with implicit ascents.
+    to 0.2. sigma = 0 is SAM. It needs another 4 bytes per parameter, with ``norm="masked"`` per perturbed weight. It
+    does not go with a GradScaler, several ascent steps, ``ascent_scope="local"``, or implicit ascents.
 
     Args:
         sigma: how much of the average is subtracted.
@@ -285,10 +274,9 @@ class ZSharp(SharpnessAware):
         e = rho * m ⊙ d / ||d||
 
     Mean, deviation and quantile are those of a whole parameter tensor in this step, whatever the mask m keeps; within a
-    tensor the deviation changes no order, and is not computed. rho is SAM's. quantile = 0 is SAM. The mask of a step is
-    not kept: no selection is stored and `sparsity` is that of the mask. Every gradient is computed, so nothing is left
-    out of the first backward; with sharded parameters, gradients are gathered tensor by tensor. It does not go with
-    implicit ascents.
+    tensor the deviation changes no order, and is not computed. rho is SAM's. quantile = 0 is SAM. `sparsity` is that of
+    the mask. Every gradient is computed, so nothing is left out of the first backward; with sharded parameters,
+    gradients are gathered tensor by tensor. It does not go with implicit ascents.
 
     Args:
         quantile: the share of entries of each tensor that is not perturbed; the paper's percentile is 0.95.
@@ -336,11 +324,8 @@ class ESAM(SharpnessAware):
     step, so that resumed runs and all ranks draw the same. What is not drawn has no gradient in the first backward and
     takes no part in the norm, as in the authors' code; with ``norm="full"``, it is ||g|| and nothing is left out. With
     a mask, the drawn tensors are perturbed where it is 1; `masks` and `sparsity` are those of the mask alone. rho is
-    SAM's. beta = 1 is SAM.
-
-    ESAM's second part, its selection of the samples whose loss rises most, is left out: the second pass sees the whole
-    batch. To leave samples out of the first pass, use ``ascent_fraction``. It does not go with implicit
-    ascents.
+    SAM's. beta = 1 is SAM. ESAM's second part, its selection of the samples whose loss rises most, is left out: the
+    second pass sees the whole batch. It does not go with implicit ascents.
 
     Args:
         beta: the probability of a tensor to be perturbed, in (0, 1].
@@ -424,9 +409,8 @@ class GSAM(TwoGradients):
 
     g is the gradient at w, s that at w + e. rho is SAM's; in the paper it falls with the learning rate:
     ``rho_schedule=FollowLearningRate(base, max_lr=…)``. alpha = 0 is SAM. pytorch-optimizer's computes the same; with
-    several ranks it splits each rank's own gradient, where this one splits the gradient that all ranks use.
-
-    Every gradient at w is needed, so a mask leaves nothing out of the first backward, and ``ascent_fraction``,
+    several ranks it splits each rank's own gradient, where this one splits the gradient that all ranks use. Every
+    gradient at w is needed, so a mask leaves nothing out of the first backward, and ``ascent_fraction``,
     ``ascent_scope="local"`` and implicit ascents raise an error.
 
     Args:
