@@ -73,20 +73,6 @@ class Step:
         return [param.parameter for param in self.params]
 
 
-def _mode_of_base(name: Literal["train", "eval"]) -> property:
-    def switch(self: PerturbingOptimizer) -> Callable[[], None]:
-        found: Callable[[], None] = getattr(self.base, name)  # so that hasattr(opt, "train") is that of the base
-        # A trainer may call train() before every pass: then nothing changes.
-        is_there = all(group.get("train_mode") is (name == "train") for group in self.param_groups)
-        if self.is_perturbed and not is_there:
-            raise RuntimeError(
-                f"{name}() inside perturbed() would move weights that are at w + e; call it after the block"
-            )
-        return found
-
-    return property(switch, doc=f"The base optimizer's own ``{name}()``, where it has one (schedule-free optimizers).")
-
-
 class PerturbingOptimizer(OptimizerWrapper):
     """An optimizer with masks, which moves its weights to w + e. Every method has these arguments:
 
@@ -114,10 +100,9 @@ class PerturbingOptimizer(OptimizerWrapper):
             along each rank's own, ``"local"`` (m-sharpness), which is sent only in steps that make a mask from it.
         engine: ``False`` runs two plain passes; the result is the same.
         ascent_steps: ascend in n steps of length rho / n, each along the gradient where the last one led; a step then
-            has n + 1 passes and needs `minimize` or a closure, without ``ascent_scope="local"`` or an implicit ascent.
+            has n + 1 passes and needs `minimize` or a closure.
         radius: where the norm is taken. ``"global"``: ||e|| = rho. ``"layer"``: e = rho * T² g / ||T g|| in every
-            parameter tensor. ``"element"``: e = rho * T sign(g), the L-infinity form of SAM-ON's ablations (Müller et
-            al. 2023), which needs a much smaller rho.
+            parameter tensor. ``"element"``: e = rho * T sign(g) (Müller et al. 2023), which needs a much smaller rho.
     """
 
     # ---- what a variant changes ------------------------------------------------------------------------------
@@ -304,7 +289,17 @@ class PerturbingOptimizer(OptimizerWrapper):
             raise RuntimeError("load_state_dict() inside a pass would lose the weights w; call it after the step")
         super().load_state_dict(state_dict)
 
-    train, eval = _mode_of_base("train"), _mode_of_base("eval")
+    @property
+    def train(self) -> Callable[[], None]:
+        """The base optimizer's own ``train()``, where it has one (schedule-free optimizers)."""
+        switch: Callable[[], None] = self.base.train  # type: ignore[attr-defined]
+        return switch
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The base optimizer's own ``eval()``, where it has one (schedule-free optimizers)."""
+        switch: Callable[[], None] = self.base.eval  # type: ignore[attr-defined]
+        return switch
 
     # ---- masks -----------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class SharpnessAware(PerturbingOptimizer):
         """Take one step on a function that returns the loss; the optimizer differentiates it, once for each pass.
 
         The first backward computes only the gradients of `ascent_inputs`. Returns the loss at w, as `step` does.
-        Gradients are cleared before each pass; to clip them, register a step pre-hook on the base optimizer.
+        To clip gradients, register a step pre-hook on the base optimizer.
 
         Args:
             loss: returns a scalar loss, and does not call ``backward()``. Of a list, the losses are added up, one after
@@ -291,7 +291,6 @@ class SharpnessAware(PerturbingOptimizer):
         statistics = statistics_of(self.model.modules()) if returns else []
         step.written = Snapshot([*step.params.renormalized, *statistics])
         step.hook = self.model.register_state_dict_pre_hook(WarnOfPerturbedWeights())
-        is_complete = False
         try:
             self._ascend(step, batch)
             if step.params.shards is not None:
@@ -300,10 +299,9 @@ class SharpnessAware(PerturbingOptimizer):
                 self._restart(step)
             with nullcontext() if step.shortcuts is None else step.shortcuts.second_pass():
                 yield
-            is_complete = True
         finally:
             self._restore(step)
-            step.phase = Phase.READY if is_complete else Phase.BETWEEN
+            step.phase = Phase.READY  # an error ends the step
         self._combine(step)
 
     def _require_unchanged(self, step: Step) -> None:
