@@ -27,15 +27,16 @@ def uncleared(model, x, y):
     return closure
 
 
+@pytest.mark.parametrize("reached", [slice(None), slice(3)], ids=["all", "not the last layer"])
 @pytest.mark.parametrize("kind", [sparsesam.SAM, sparsesam.ExtrapolatedSAM])
-def test_closure_adding_to_older_gradients_raises(kind):
+def test_closure_adding_to_older_gradients_raises(kind, reached):
     model = cases.mlp()
     opt = kind(cases.sgd(model), model)
     closure = uncleared(model, *cases.vectors())
     opt.step(closure)  # there are none before the first step
     before = cases.weights_of(model)
     with pytest.raises(RuntimeError, match=r"accumulated into existing gradients.*Clear them in the closure"):
-        opt.step(closure)
+        opt.step(uncleared(model[reached], *cases.vectors()))
     assert cases.same_bits(before, cases.weights_of(model))
     opt.zero_grad(set_to_none=False)
     opt.step(closure)  # zeros count as none
@@ -53,6 +54,23 @@ def test_every_way_to_clear_gradients_in_closure_is_accepted(by, to_none):
     )
     for _ in range(3):
         opt.step(lambda: (clear(set_to_none=to_none), backward())[1])
+    assert opt.steps == 3
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_closure_may_assign_gradients(in_place):
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+
+    def closure():
+        for p, gradient in zip(model.parameters(), cases.gradients_of(model, *cases.vectors()), strict=True):
+            if in_place and p.grad is not None:
+                p.grad.copy_(gradient)
+            else:
+                p.grad = gradient
+
+    for _ in range(3):
+        opt.step(closure)
     assert opt.steps == 3
 
 
@@ -103,7 +121,8 @@ def test_closure_without_gradients_raises_in_the_first_step():
     assert cases.same_bits(before, cases.weights_of(model))
 
 
-def test_closure_without_backward_is_later_skipped_and_not_counted():
+@pytest.mark.parametrize("clears", [True, False])
+def test_closure_without_backward_is_later_skipped_and_not_counted(clears):
     """As in the last epoch of Lightning's StochasticWeightAveraging."""
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
@@ -111,7 +130,7 @@ def test_closure_without_backward_is_later_skipped_and_not_counted():
     before, calls = cases.weights_of(model), []
 
     def closure():
-        calls.append(opt.zero_grad())
+        calls.append(opt.zero_grad() if clears else None)
         return F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1])
 
     with pytest.warns(RuntimeWarning, match="computed no gradient"):
