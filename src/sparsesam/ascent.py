@@ -1,4 +1,4 @@
-"""From a direction to w + e: the masks, the length of e, the move. `sam.py` runs the passes around it."""
+"""What a method may change, its options, masks and directions. `sam.py` runs the passes, `perturbation.py` the move."""
 
 from __future__ import annotations
 
@@ -387,7 +387,8 @@ class PerturbingOptimizer(OptimizerWrapper):
     def target(self, step: Step, param: PerturbedParam, direction: Tensor) -> Target:
         mask = None if self.options.ascent == "implicit-dense" else step.masks[param.name]
         weight = param.parameter if step.params.shards is None else local_part(param.parameter)
-        rho = self.signed_rho(param) / max(1, step.first_passes)
+        rho = self.signed_rho(param)  # the same tensor, if it is one: weights with it are joined on a device
+        rho = rho / step.first_passes if step.first_passes > 1 else rho
         return Target(param.name, weight, direction, mask, rho, param.eta, param.layerwise)
 
     def _local(self, found: dict[str, Tensor], params: PerturbedParams) -> dict[str, Tensor]:
