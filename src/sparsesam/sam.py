@@ -6,7 +6,7 @@
     with opt.perturbed(): …
     opt.step()
 
-All three give the same result. `variants.py` has other methods of the family, each a small subclass.
+All three give the same result.
 """
 
 from __future__ import annotations
@@ -226,17 +226,16 @@ class SharpnessAware(PerturbingOptimizer):
     @inside_wrappers
     def backward(self, loss: Tensor, **options: Any) -> None:
         """``loss.backward()``; in a first pass (a closure's: without DDP), only of the gradients that are needed."""
-        step = self._step
-        if step is None or step.phase is not Phase.FIRST or step.shortcuts is None:
-            loss.backward(**options)
-        else:
-            step.shortcuts.backward(loss, options)
+        shortcuts = self._first_shortcuts()
+        loss.backward(**options) if shortcuts is None else shortcuts.backward(loss, options)
+
+    def _first_shortcuts(self) -> Shortcuts | None:
+        return self._step.shortcuts if self._step is not None and self._step.phase is Phase.FIRST else None
 
     @property
     def ascent_inputs(self) -> list[Tensor] | None:
         """Inside `first_pass`: the parameters whose gradient is needed, for ``loss.backward(inputs=…)``; None: all."""
-        step = self._step
-        shortcuts = step.shortcuts if step is not None and step.phase is Phase.FIRST else None
+        shortcuts = self._first_shortcuts()
         return None if shortcuts is None else shortcuts.inputs_for_trainer()
 
     @inside_wrappers
@@ -418,8 +417,8 @@ class SAM(SharpnessAware):
         w <- base's update of w with the gradient at w + e
 
     Foret et al. 2021. rho is usually 0.05 to 0.2. Unlike in davda54/sam and pytorch-optimizer, running statistics are
-    updated once per step, both passes have the same dropout masks, and ``adaptive=True`` leaves biases unscaled; their
-    interface is in `sparsesam.compat`. The arguments are those of `SharpnessAware`.
+    updated once per step, both passes have the same dropout masks, and ``adaptive=True`` leaves biases unscaled.
+    The arguments are those of `SharpnessAware`.
 
     Examples:
         >>> base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -435,8 +434,7 @@ class SSAM(SharpnessAware):
         e = rho * m ⊙ g / ||m ⊙ g||        norm="masked": gradients outside the mask need not be computed
 
     Mi et al. 2022. The paper's first mask is random; here SSAM-F measures Fisher information before the first step.
-    rho is SAM's with ``norm="masked"``, and larger the sparser the mask with ``"full"``. The arguments are
-    those of `SharpnessAware`.
+    rho is SAM's with ``norm="masked"``, and larger the sparser the mask with ``"full"``.
 
     Examples:
         >>> mask = sparsesam.fisher_mask(train_set, loss_fn, sparsity=0.5, samples=16)
