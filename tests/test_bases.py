@@ -125,8 +125,6 @@ def test_train_and_eval_reach_schedule_free_base():
     assert not cases.same_bits(trained, cases.weights_of(model))
     opt.train()
     torch.testing.assert_close(trained, cases.weights_of(model))
-    with opt.perturbed(), pytest.raises(RuntimeError, match="after the block"):
-        opt.eval()
 
 
 def test_other_bases_have_no_train_and_eval():

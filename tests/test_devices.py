@@ -54,8 +54,15 @@ def extrapolated(masks=None):
     return make
 
 
+def with_rho_on_device(model):
+    opt = sam()(model)
+    opt.param_groups[0]["rho"] = torch.full((), 0.1, device=META)
+    return opt
+
+
 OPTIMIZERS = {
     "SAM": sam(),
+    "SAM, rho on the device": with_rho_on_device,
     "ASAM": sam(adaptive=True),
     "few entries": ssam(entries(0.3)),
     "few entries, masked norm": ssam(entries(0.3), norm="masked"),
@@ -105,6 +112,7 @@ def launches_beyond_two_passes(name, layers):
     ("name", "limit", "slack"),
     [
         ("SAM", 50, 0),
+        ("SAM, rho on the device", 50, 0),
         ("ASAM", 50, 0),
         # By chance a mask of four entries keeps none, or all of them.
         *[(name, 70, 4) for name in ("few entries", "few entries, masked norm", "most entries", "rows", "2:4")],

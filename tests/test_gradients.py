@@ -11,52 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from sparsesam.gradients import OldGradient, Treatment
 from tests import cases
 
 # ---- what a pass did to older gradients --------------------------------------------------------------------------
-
-
-def unchanged(parameter):
-    pass
-
-
-def set_to_none(parameter):
-    parameter.grad = None
-
-
-def filled_with_zeros(parameter):
-    parameter.grad.zero_()
-
-
-def added_to(parameter):
-    parameter.sum().backward()
-
-
-def cleared_and_added_to(parameter):
-    parameter.grad = None
-    parameter.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("gradient", "happens", "treatment"),
-    [
-        (torch.ones(3), unchanged, Treatment.UNTOUCHED),
-        (torch.ones(3), set_to_none, Treatment.CLEARED),
-        (torch.ones(3), filled_with_zeros, Treatment.CLEARED),
-        (torch.ones(3), added_to, Treatment.ADDED_TO),
-        (torch.ones(3), cleared_and_added_to, Treatment.CLEARED),
-        (torch.zeros(3), unchanged, Treatment.UNTOUCHED),  # for example of a bias before batch normalization
-        (None, unchanged, Treatment.CLEARED),
-    ],
-)
-def test_changes_of_gradient_are_detected(gradient, happens, treatment):
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = None if gradient is None else gradient.clone()
-    old = OldGradient([parameter])
-    happens(parameter)
-    old.release()
-    assert old.treatment() is treatment
 
 
 def uncleared(model, x, y):
@@ -70,15 +27,16 @@ def uncleared(model, x, y):
     return closure
 
 
+@pytest.mark.parametrize("reached", [slice(None), slice(3)], ids=["all", "not the last layer"])
 @pytest.mark.parametrize("kind", [sparsesam.SAM, sparsesam.ExtrapolatedSAM])
-def test_closure_adding_to_older_gradients_raises(kind):
+def test_closure_adding_to_older_gradients_raises(kind, reached):
     model = cases.mlp()
     opt = kind(cases.sgd(model), model)
     closure = uncleared(model, *cases.vectors())
     opt.step(closure)  # there are none before the first step
     before = cases.weights_of(model)
     with pytest.raises(RuntimeError, match=r"accumulated into existing gradients.*Clear them in the closure"):
-        opt.step(closure)
+        opt.step(uncleared(model[reached], *cases.vectors()))
     assert cases.same_bits(before, cases.weights_of(model))
     opt.zero_grad(set_to_none=False)
     opt.step(closure)  # zeros count as none
@@ -96,6 +54,23 @@ def test_every_way_to_clear_gradients_in_closure_is_accepted(by, to_none):
     )
     for _ in range(3):
         opt.step(lambda: (clear(set_to_none=to_none), backward())[1])
+    assert opt.steps == 3
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_closure_may_assign_gradients(in_place):
+    model = cases.mlp()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+
+    def closure():
+        for p, gradient in zip(model.parameters(), cases.gradients_of(model, *cases.vectors()), strict=True):
+            if in_place and p.grad is not None:
+                p.grad.copy_(gradient)
+            else:
+                p.grad = gradient
+
+    for _ in range(3):
+        opt.step(closure)
     assert opt.steps == 3
 
 
@@ -146,7 +121,8 @@ def test_closure_without_gradients_raises_in_the_first_step():
     assert cases.same_bits(before, cases.weights_of(model))
 
 
-def test_closure_without_backward_is_later_skipped_and_not_counted():
+@pytest.mark.parametrize("clears", [True, False])
+def test_closure_without_backward_is_later_skipped_and_not_counted(clears):
     """As in the last epoch of Lightning's StochasticWeightAveraging."""
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
@@ -154,7 +130,7 @@ def test_closure_without_backward_is_later_skipped_and_not_counted():
     before, calls = cases.weights_of(model), []
 
     def closure():
-        calls.append(opt.zero_grad())
+        calls.append(opt.zero_grad() if clears else None)
         return F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1])
 
     with pytest.warns(RuntimeWarning, match="computed no gradient"):

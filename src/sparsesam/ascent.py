@@ -1,11 +1,11 @@
-"""From a direction to w + e: the masks, the length of e, the move. `sam.py` runs the passes around it."""
+"""What a method may change, its options, masks and directions. `sam.py` runs the passes, `perturbation.py` the move."""
 
 from __future__ import annotations
 
 import enum
-import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -40,6 +40,7 @@ class Phase(enum.Enum):
 Masks = dict[str, PackedMask | None]
 
 
+@dataclass
 class Step:
     """The state of one step: made at its beginning, dropped at its end.
 
@@ -47,23 +48,29 @@ class Step:
     ``params`` are perturbed under ``masks`` (None: whole).
     """
 
-    def __init__(self, ascends: bool, first_passes: int, params: PerturbedParams) -> None:
-        self.ascends, self.first_passes, self.params = ascends, first_passes, params
-        self.masks: Masks = {}
-        self.shortcuts: Shortcuts | None = None
-        self.phase: Phase | None = None
-        self.written: Snapshot | None = None  # what a pass at w + e may write to
-        self.hook: RemovableHandle | None = None  # of the model, while it is at w + e
-        self.rng: RNGSnapshot | None = None  # random states at the start of the first pass
-        self.first: dict[Tensor, Tensor] = {}  # gradients of the first pass, if `combine` needs them
-        self.kept: dict[str, Tensor] = {}  # by parameter name, what a variant needs until the end of the step
-        self.ascent_failed = self.is_empty = False  # the norm was not finite; the closure computed no gradient
-        self.repeats = False  # a trainer reruns earlier micro-batches in a one-pass step
+    ascends: bool
+    first_passes: int
+    params: PerturbedParams
+    masks: Masks = field(default_factory=dict)
+    shortcuts: Shortcuts | None = None
+    phase: Phase | None = None
+    written: Snapshot | None = None  # what a pass at w + e may write to
+    hook: RemovableHandle | None = None  # of the model, while it is at w + e
+    rng: RNGSnapshot | None = None  # random states at the start of the first pass
+    first: dict[Tensor, Tensor] = field(default_factory=dict)  # gradients of the first pass, if `combine` needs them
+    kept: dict[str, Tensor] = field(default_factory=dict)  # by parameter name, what a variant needs until the end
+    ascent_failed: bool = False  # the norm was not finite
+    repeats: bool = False  # a trainer reruns earlier micro-batches in a one-pass step
 
     @property
     def is_complete(self) -> bool:
         """Whether the first pass left out no gradient."""
         return self.shortcuts is None or self.shortcuts.is_complete
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters to perturb."""
+        return [param.parameter for param in self.params]
 
 
 class PerturbingOptimizer(OptimizerWrapper):
@@ -93,11 +100,9 @@ class PerturbingOptimizer(OptimizerWrapper):
             along each rank's own, ``"local"`` (m-sharpness), which is sent only in steps that make a mask from it.
         engine: ``False`` runs two plain passes; the result is the same.
         ascent_steps: ascend in n steps of length rho / n, each along the gradient where the last one led; a step then
-            has n + 1 passes and needs `minimize` or a closure, without ``ascent_scope="local"`` or an implicit ascent.
-            (Foret et al. 2021 project instead on a ball of radius rho, optax takes n steps of length rho.)
+            has n + 1 passes and needs `minimize` or a closure.
         radius: where the norm is taken. ``"global"``: ||e|| = rho. ``"layer"``: e = rho * T² g / ||T g|| in every
-            parameter tensor. ``"element"``: e = rho * T sign(g), the L-infinity form of SAM-ON's ablations (Müller et
-            al. 2023), which needs a much smaller rho.
+            parameter tensor. ``"element"``: e = rho * T sign(g) (Müller et al. 2023), which needs a much smaller rho.
     """
 
     # ---- what a variant changes ------------------------------------------------------------------------------
@@ -287,21 +292,13 @@ class PerturbingOptimizer(OptimizerWrapper):
     @property
     def train(self) -> Callable[[], None]:
         """The base optimizer's own ``train()``, where it has one (schedule-free optimizers)."""
-        return self._mode("train")
+        switch: Callable[[], None] = self.base.train  # type: ignore[attr-defined]
+        return switch
 
     @property
     def eval(self) -> Callable[[], None]:
         """The base optimizer's own ``eval()``, where it has one (schedule-free optimizers)."""
-        return self._mode("eval")
-
-    def _mode(self, name: str) -> Callable[[], None]:
-        switch: Callable[[], None] = getattr(self.base, name)  # so that hasattr(opt, "train") is that of the base
-        # A trainer may call train() before every pass: then nothing changes.
-        is_there = all(group.get("train_mode") is (name == "train") for group in self.param_groups)
-        if self.is_perturbed and not is_there:
-            raise RuntimeError(
-                f"{name}() inside perturbed() would move weights that are at w + e; call it after the block"
-            )
+        switch: Callable[[], None] = self.base.eval  # type: ignore[attr-defined]
         return switch
 
     # ---- masks -----------------------------------------------------------------------------------------------
@@ -338,7 +335,6 @@ class PerturbingOptimizer(OptimizerWrapper):
                 ranks=None if self._ddp is None else self._ddp.process_group,
             )
         )
-        self._perturbation.index.clear()
 
     # ---- the move --------------------------------------------------------------------------------------------
 
@@ -371,17 +367,15 @@ class PerturbingOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def ascend(self, step: Step) -> None:
         """Move the weights by e along `direction`."""
-        directions = self._local(self.direction(step.params), step.params)
+        directions, shards = self._local(self.direction(step.params), step.params), step.params.shards
         targets = [self.target(step, p, directions[p.name]) for p in step.params if p.name in directions]
-        if not self._moves(step) or (step.params.shards is None and all(t.is_unmoved for t in targets)):
+        if not self._moves(step) or (shards is None and all(target.is_unmoved for target in targets)):
             self.own.counters.skipped_ascents += self._moves(step)  # weights are to be moved, and have no gradient
             return
-        shards, radius = step.params.shards, self.options.radius
-        self._perturbation.scale_layers(targets, shards)
-        norm = self._last_norm = self._perturbation.norm(targets, self.options.norm, shards)
+        norm = self._last_norm = self._perturbation.ascend(targets, self.options.norm, self.options.radius, shards)
         if isinstance(norm, Tensor):  # on a device: the same rule, without synchronizing
             self.own.counters.skip_where(~is_usable(norm))
-        elif norm == 0 or not math.isfinite(norm):
+        elif not is_usable(norm):
             self.own.counters.skipped_ascents += 1
             step.ascent_failed = norm != 0
             if step.ascent_failed:
@@ -389,17 +383,11 @@ class PerturbingOptimizer(OptimizerWrapper):
                     f"the ascent gradient's norm is {norm}: this step is taken without perturbation and counted in "
                     "opt.skipped_ascents. Expected at times with a GradScaler; otherwise lower the learning rate."
                 )
-            return
-        if radius == "global":
-            self._perturbation.move(targets, norm)
-        else:  # norm / norm is 1, or NaN where a device's norm is not usable: then nothing moves
-            self._perturbation.set_radius(targets, radius, self.options.norm, shards)
-            self._perturbation.move(targets, norm / norm, times=1 if radius == "element" else 2)
 
     def target(self, step: Step, param: PerturbedParam, direction: Tensor) -> Target:
         mask = None if self.options.ascent == "implicit-dense" else step.masks[param.name]
         weight = param.parameter if step.params.shards is None else local_part(param.parameter)
-        rho = self.signed_rho(param)
+        rho = self.signed_rho(param)  # the same tensor, if it is one: weights with it are joined on a device
         rho = rho / step.first_passes if step.first_passes > 1 else rho
         return Target(param.name, weight, direction, mask, rho, param.eta, param.layerwise)
 

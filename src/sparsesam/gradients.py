@@ -6,21 +6,19 @@ step: the second pass would see the last micro-batch only.
 
 from __future__ import annotations
 
-import copy
-import enum
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
 from sparsesam.distributed.shards import is_sharded
 from sparsesam.utils.batches import batch_size, scalar_loss, slice_batch
@@ -47,69 +45,62 @@ def require_gradients(base: Optimizer, which: str) -> None:
 
 # ---- gradients from before a pass ----------------------------------------------------------------------------
 
+ACCUMULATED = (
+    "the closure accumulated into existing gradients, but at w + e only the closure's own gradients are computed, not "
+    "the accumulated ones. Clear them in the closure (opt.zero_grad()); to accumulate, give opt.minimize() a list of "
+    "functions, or in a loop run all micro-batches in the first pass and again in `with opt.perturbed():`. For "
+    "trainers and closures of other packages see docs/moving-over.md"
+)
+UNUSED = (
+    "this first pass added to the gradient of the last perturbed(), which no step() has used: with micro-batches, run "
+    "all of them in the first pass and all again in one perturbed() block, then step(). To skip a step, call "
+    "opt.zero_grad(). For trainers see docs/moving-over.md"
+)
 
-class Treatment(enum.Enum):
-    CLEARED = enum.auto()  # or there was no gradient
-    ADDED_TO = enum.auto()
-    UNTOUCHED = enum.auto()  # neither cleared nor added to
 
+class OldGradients:
+    """Tells whether a pass adds to the gradients that exist before it, or leaves them untouched; until `release`.
 
-class OldGradient:
-    """Watches the gradient of the smallest parameter that has one now, until `release`.
-
-    A hook checks the gradient just before autograd adds to it. Sharded parameters are not watched, because autograd
-    does not write their gradients.
+    A hook looks at the smallest of them just before autograd adds to it. Sharded parameters are not watched, because
+    autograd does not write their gradients.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._treatment: Treatment | None = None
-        with_gradient = [p for p in parameters if p.grad is not None and p.requires_grad and not is_sharded(p)]
+    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
+        self._parameters = [parameter for parameter in parameters if not is_sharded(parameter)]
+        self._was_there: bool | None = None  # when the pass first added to it
+        with_gradient = [p for p in self._parameters if p.grad is not None and p.requires_grad]
         self._watched = min(with_gradient, key=Tensor.numel, default=None)
-        self._versions = self._gradient_versions()
-        self._gradient = None if self._watched is None else self._watched.grad
-        if self._watched is not None:
-            self._accumulator = _accumulator_of(self._watched)
-            self._handle = self._accumulator.register_prehook(self._before_accumulation)
+        if self._watched is not None and self._watched.grad is not None:
+            self._gradient, self._version = self._watched.grad, self._watched.grad._version
+            self._versions = self._versions_now()
+            self._node = get_gradient_edge(self._watched).node  # lives as long as somebody holds it
+            self._hook = self._node.register_prehook(self._before_accumulation)
 
-    def treatment(self) -> Treatment:
-        """Returns what happened to the gradient first: it was cleared, added to, or left untouched."""
-        if self._watched is None:
-            return Treatment.CLEARED
-        if self._treatment is not None:
-            return self._treatment
-        index = next(i for i, p in enumerate(self._parameters) if p is self._watched)
-        versions = self._gradient_versions()
-        if self._watched.grad is not self._gradient or versions[index] != self._versions[index]:
-            return Treatment.CLEARED  # or assigned by hand
-        if versions == self._versions:
-            return Treatment.UNTOUCHED
-        return Treatment.ADDED_TO if self._is_there() else Treatment.CLEARED
+    @property
+    def are_untouched(self) -> bool:
+        """Whether no gradient was cleared, written or added to."""
+        return self._was_there is None and self._is_unchanged() and self._versions == self._versions_now()
 
-    def is_untouched(self) -> bool:
-        """Whether the gradients are still the old ones; raise if a closure has added to them."""
-        if self.treatment() is Treatment.ADDED_TO:
-            raise RuntimeError(
-                "the closure accumulated into existing gradients, but at w + e only the closure's own gradients are "
-                "computed, not the accumulated ones. Clear them in the closure (opt.zero_grad()); to accumulate, give "
-                "opt.minimize() a list of functions, or in a loop run all micro-batches in the first pass and again "
-                "in `with opt.perturbed():`. For trainers and closures of other packages see docs/moving-over.md"
-            )
-        return self.treatment() is Treatment.UNTOUCHED
+    def require_not_added_to(self, message: str) -> None:
+        is_added_to = self._was_there
+        if is_added_to is None:  # the pass did not reach the watched gradient; it may have added to others
+            is_added_to = self._is_unchanged() and not self.are_untouched and self._is_there()
+        if is_added_to:
+            raise RuntimeError(message)
 
     def release(self) -> None:
         if self._watched is not None:
-            self._handle.remove()
+            self._hook.remove()
 
-    def __enter__(self) -> OldGradient:
+    def __enter__(self) -> OldGradients:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
     def _before_accumulation(self, _: Any) -> None:
-        if self._treatment is None:
-            self._treatment = Treatment.ADDED_TO if self._is_there() else Treatment.CLEARED
+        if self._was_there is None:
+            self._was_there = self._is_there()
 
     def _is_there(self) -> bool:
         gradient = None if self._watched is None else self._watched.grad
@@ -117,32 +108,12 @@ class OldGradient:
             return False
         return bool(gradient._nnz() if gradient.is_sparse else gradient.any())
 
-    def _gradient_versions(self) -> list[int | None]:
+    def _is_unchanged(self) -> bool:
+        gradient = None if self._watched is None else self._watched.grad
+        return gradient is not None and gradient is self._gradient and gradient._version == self._version
+
+    def _versions_now(self) -> list[int | None]:
         return [None if p.grad is None else p.grad._version for p in self._parameters]
-
-
-class UnusedGradients:
-    """Gradients of perturbed() that wait for a step: if a first pass adds to them instead, step() was not called."""
-
-    _old: OldGradient | None = None
-
-    def watch(self, parameters: Sequence[Tensor]) -> None:
-        self._old = OldGradient(parameters)
-
-    def forget(self) -> None:
-        if self._old is not None:
-            self._old.release()
-            self._old = None
-
-    def require_none(self) -> None:
-        old = self._old
-        self.forget()
-        if old is not None and old.treatment() is Treatment.ADDED_TO:
-            raise RuntimeError(
-                "this first pass added to the gradient of the last perturbed(), which no step() has used: with micro-"
-                "batches, run all of them in the first pass and all again in one perturbed() block, then step(). To "
-                "skip a step, call opt.zero_grad(). For trainers see docs/moving-over.md"
-            )
 
 
 class OutsideGradients:
@@ -157,19 +128,12 @@ class OutsideGradients:
         outside = [p for p in model.parameters() if p.requires_grad and id(p) not in own and not is_lazy(p)]
         # fully_shard sets gradients without autograd's accumulators.
         self._sharded = [(p, p.grad, _copied_gradient(p)) for p in outside if is_sharded(p)]
-        self._accumulators = [(p, _accumulator_of(p)) for p in outside if not is_sharded(p)]
         self._before: dict[Tensor, Tensor | None] = {}
-        self._hooks: list[RemovableHandle] = []
-
-    def watch(self) -> OutsideGradients:
-        """Register the hooks."""
-        try:
-            for parameter, node in self._accumulators:
-                self._hooks.append(node.register_prehook(partial(self._note, parameter)))
-        except BaseException:  # Ctrl-C
-            self.release()
-            raise
-        return self
+        self._nodes = [(p, get_gradient_edge(p).node) for p in outside if not is_sharded(p)]
+        with ExitStack() as hooks:  # Ctrl-C removes them
+            for parameter, node in self._nodes:
+                hooks.callback(node.register_prehook(partial(self._note, parameter)).remove)
+            self._hooks = hooks.pop_all()
 
     def _note(self, parameter: Tensor, _: Any) -> None:
         if parameter not in self._before:
@@ -177,21 +141,18 @@ class OutsideGradients:
 
     def restore(self) -> None:
         """Remove the hooks and restore the gradients."""
-        before, sharded = self._before, self._sharded
         self.release()
-        for parameter, gradient in before.items():
+        for parameter, gradient in self._before.items():
             parameter.grad = gradient
-        for parameter, old, copied in sharded:
+        for parameter, old, copied in self._sharded:
             parameter.grad = copied if parameter.grad is old else None  # another one: it was cleared
 
     def release(self) -> None:
         """Remove the hooks and leave the gradients as they are."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._before, self._sharded, self._accumulators = [], {}, [], []
+        self._hooks.close()
 
     def __enter__(self) -> None:
-        self.watch()
+        pass
 
     def __exit__(self, *_: object) -> None:
         self.restore()
@@ -199,13 +160,6 @@ class OutsideGradients:
 
 def _copied_gradient(parameter: Tensor) -> Tensor | None:
     return None if parameter.grad is None else parameter.grad.clone()
-
-
-def _accumulator_of(parameter: Tensor) -> Any:
-    """The node that adds to its gradient; it lives as long as somebody holds it."""
-    with torch.enable_grad():
-        copied: Any = parameter.expand_as(parameter)
-    return copied.grad_fn.next_functions[0][0]
 
 
 # ---- calls of a closure --------------------------------------------------------------------------------------
@@ -222,27 +176,13 @@ def takes_batch(closure: Callable[..., Any]) -> bool:
 
 def part_of(batch: Any, fraction: float) -> Any:
     """Returns the first samples of the batch, this share of them but at least one."""
-    if fraction == 1:
-        return batch
     size = batch_size(batch)
     return slice_batch(batch, slice(0, max(1, math.ceil(fraction * size))), size)
 
 
 def without_graph(result: Any) -> Any:
     """Returns what a closure returned with all tensors detached, also those in dictionaries, lists and tuples."""
-    return result.detach() if isinstance(result, Tensor) else tree_map(_detached, result)
-
-
-def _detached(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach()
-    if not isinstance(leaf, dict | list):
-        return leaf
-    # torch's pytrees treat a dict or list subclass as a leaf unless it is registered.
-    copied = copy.copy(leaf)
-    for key, value in list(leaf.items() if isinstance(leaf, dict) else enumerate(leaf)):
-        copied[key] = without_graph(value)
-    return copied
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 
 
 class Objective:

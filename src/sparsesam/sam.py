@@ -6,7 +6,7 @@
     with opt.perturbed(): …
     opt.step()
 
-All three give the same result. `variants.py` has other methods of the family, each a small subclass.
+All three give the same result.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from sparsesam.checkpoint import OwnState
 from sparsesam.distributed.ddp import refuse_join
 from sparsesam.distributed.shards import reshard
 from sparsesam.gradients import (
+    ACCUMULATED,
+    UNUSED,
     Objective,
-    OldGradient,
+    OldGradients,
     OutsideGradients,
-    UnusedGradients,
     gradients_of,
     has_gradients,
     part_of,
@@ -54,7 +55,7 @@ class SharpnessAware(PerturbingOptimizer):
     def _start(self, own: OwnState) -> None:
         super()._start(own)
         self._rng = RNGState(self.model.parameters())
-        self._unused = UnusedGradients()
+        self._unused = OldGradients()  # those of perturbed(), until a step uses them
         self._savings = Savings(0.0, 0, 0, "no step taken yet")
         self._records_from = 0  # the step from which on operations are recorded
 
@@ -72,7 +73,7 @@ class SharpnessAware(PerturbingOptimizer):
         """Take one step on a function that returns the loss; the optimizer differentiates it, once for each pass.
 
         The first backward computes only the gradients of `ascent_inputs`. Returns the loss at w, as `step` does.
-        Gradients are cleared before each pass; to clip them, register a step pre-hook on the base optimizer.
+        To clip gradients, register a step pre-hook on the base optimizer.
 
         Args:
             loss: returns a scalar loss, and does not call ``backward()``. Of a list, the losses are added up, one after
@@ -109,80 +110,97 @@ class SharpnessAware(PerturbingOptimizer):
             self.check_scaler()
         if self.is_perturbed:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
-        if self._step is not None and self._step.phase is Phase.READY:
-            return self._finish(self._step, closure, batch)
-        if closure is None:
-            if self._step is None and self._only_makes_state():
+        step = self._step
+        try:
+            if step is not None and step.phase is Phase.READY:
+                result, is_empty = self._after_passes(step, closure, batch), False
+            elif closure is not None:
+                step = self._begin(batch)
+                with torch.enable_grad():
+                    result, is_empty = self._run_passes(step, closure, batch)
+            elif step is None and self._only_makes_state():
                 self.base.step()
                 return None
-            raise RuntimeError(
-                "step() needs a gradient at w + e: pass a closure, or run the second pass in `with opt.perturbed():` "
-                "before step(). For trainers see docs/moving-over.md"
-            )
-        with self._ended_on_error():
-            step = self._begin(batch)
-            with torch.enable_grad():
-                result = without_graph(self._run_passes(step, closure, batch))
-            if step.is_empty:
+            else:
+                raise RuntimeError(
+                    "step() needs a gradient at w + e: pass a closure, or run the second pass in `with "
+                    "opt.perturbed():` before step(). For trainers see docs/moving-over.md"
+                )
+            if is_empty:
                 self.own.counters.skipped_steps += 1
                 self._warn_once("the closure computed no gradient: no step is taken (opt.skipped_steps)")
-            elif scaler is not None:
-                scaler.step(self)  # calls step() without a closure, or not at all after an overflow
-            else:
+            elif scaler is None:
                 self.update()
-        self._end()
+            else:
+                scaler.step(self)  # calls step() without a closure, or not at all after an overflow
+        finally:
+            self._end()
         return result
 
-    def _run_passes(self, step: Step, closure: Callable[..., Any], batch: Any) -> Any:
-        """Call the closure once for each pass."""
+    def _run_passes(self, step: Step, closure: Callable[..., Any], batch: Any) -> tuple[Any, bool]:
+        """Call the closure once for each pass. Returns its result, and whether it computed no gradient, on purpose."""
         fraction, narrows = self.options.ascent_fraction, isinstance(closure, Objective)
-        if step.shortcuts is not None and isinstance(closure, Objective) and len(closure.functions) > 1:
-            step.shortcuts.give_up_tape("several functions: activations of the first are not kept")
         with_batch = batch is not None and takes_batch(closure)
-        part = whole = (batch,) if with_batch else ()
-        watched = [] if narrows or step.params.shards is not None else [p.parameter for p in step.params]
-        if narrows:
+        if fraction < 1 and step.first_passes and not with_batch:
+            raise ValueError(
+                f"batch must be given with ascent_fraction={fraction}, and the closure must take it: "
+                "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
+            )
+        whole = (batch,) if with_batch else ()
+        part = (part_of(batch, fraction),) if with_batch and fraction < 1 else whole
+        watched = [] if narrows else step.tensors
+        if isinstance(closure, Objective):
             self.base.zero_grad()
+            if step.shortcuts is not None and len(closure.functions) > 1:
+                step.shortcuts.give_up_tape("several functions: activations of the first are not kept")
         if not step.ascends:
-            last = closure(*whole)
-            step.phase, step.is_empty = Phase.READY, self._found_nothing(last, OldGradient([]))
+            last = without_graph(closure(*whole))
+            step.phase = Phase.READY
             self._combine(step)
-            return last
+            return last, self._found_nothing(last, OldGradients())
         first = None
         if step.first_passes:
-            statistics = Snapshot([])
-            if fraction < 1:
-                if not with_batch:
-                    raise ValueError(
-                        f"batch must be given with ascent_fraction={fraction}, and the closure must take it: "
-                        "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
-                    )
-                # The running statistics are updated by the last pass, which sees the whole batch.
-                part, statistics = (part_of(batch, fraction),), Snapshot(statistics_of(self.model.modules()))
-            with OldGradient(watched) as old, self._first_pass(step, narrows=narrows):
+            # After a part of the batch, the last pass updates the running statistics: it sees the whole batch.
+            statistics = Snapshot(statistics_of(self.model.modules()) if fraction < 1 else [])
+            with OldGradients(watched) as old, self._first_pass(step, narrows=narrows):
                 first = without_graph(closure(*part))  # otherwise it would keep activations during the second pass
             statistics.restore()
-            step.is_empty |= self._found_nothing(first, old)
-            if step.is_empty:
-                return first
+            if self._found_nothing(first, old):
+                return first, True
         clears = step.first_passes > 0 or self.closure_accumulates
         returns = step.first_passes > 0 and fraction == 1
-        with OldGradient([] if clears else watched) as old, self._perturbed(step, batch, clears, returns):
+        with OldGradients([] if clears else watched) as old, self._perturbed(step, batch, clears, returns):
             for _ in range(step.first_passes - 1):
                 closure(*part)
                 self.ascend(step)
                 self._restart(step)
-            last = closure(*whole)
-        step.is_empty |= self._found_nothing(last, old)
-        return first if returns else last
+            last = without_graph(closure(*whole))
+        return first if returns else last, self._found_nothing(last, old)
 
-    def _found_nothing(self, result: Any, old: OldGradient) -> bool:
+    def _found_nothing(self, result: Any, old: OldGradients) -> bool:
         """Whether a closure computed no gradient on purpose; in the first step, that is taken for a mistake.
 
         Raise if it added to the ``old`` gradients.
         """
-        is_untouched = not self.closure_accumulates and old.is_untouched()
-        return is_untouched or ((result is None or self.steps > 0) and not has_gradients(self.base))
+        if not self.closure_accumulates:
+            old.require_not_added_to(ACCUMULATED)
+            if old.are_untouched:
+                return True
+        return (result is None or self.steps > 0) and not has_gradients(self.base)
+
+    def _after_passes(self, step: Step, closure: Callable[..., Any] | None, batch: Any) -> Any:
+        """After perturbed(), call a closure that computes nothing, as Lightning's manual optimization passes."""
+        if closure is None:
+            return None
+        if batch is None and not isinstance(closure, Objective):
+            with OldGradients(step.tensors) as old, torch.enable_grad():
+                result = without_graph(closure())
+            if old.are_untouched and not self.closure_accumulates:
+                return result
+        raise RuntimeError(
+            "step(closure) after perturbed(): the gradient at w + e already exists; call step() without a closure, or "
+            "leave both passes to step(closure)"
+        )
 
     # ---- the two passes --------------------------------------------------------------------------------------
 
@@ -195,7 +213,7 @@ class SharpnessAware(PerturbingOptimizer):
         parameters outside the optimizer are restored. Micro-batches may share a block or have one each.
         """
         step = self._step
-        if step is not None and step.phase is Phase.BETWEEN and any(p.parameter.grad is not None for p in step.params):
+        if step is not None and step.phase is Phase.BETWEEN and any(p.grad is not None for p in step.tensors):
             self._require_unchanged(step)
             if step.shortcuts is not None:
                 step.shortcuts.give_up_tape("several blocks: activations of the first are not kept")
@@ -208,17 +226,16 @@ class SharpnessAware(PerturbingOptimizer):
     @inside_wrappers
     def backward(self, loss: Tensor, **options: Any) -> None:
         """``loss.backward()``; in a first pass (a closure's: without DDP), only of the gradients that are needed."""
-        step = self._step
-        if step is None or step.phase is not Phase.FIRST or step.shortcuts is None:
-            loss.backward(**options)
-        else:
-            step.shortcuts.backward(loss, options)
+        shortcuts = self._first_shortcuts()
+        loss.backward(**options) if shortcuts is None else shortcuts.backward(loss, options)
+
+    def _first_shortcuts(self) -> Shortcuts | None:
+        return self._step.shortcuts if self._step is not None and self._step.phase is Phase.FIRST else None
 
     @property
     def ascent_inputs(self) -> list[Tensor] | None:
         """Inside `first_pass`: the parameters whose gradient is needed, for ``loss.backward(inputs=…)``; None: all."""
-        step = self._step
-        shortcuts = step.shortcuts if step is not None and step.phase is Phase.FIRST else None
+        shortcuts = self._first_shortcuts()
         return None if shortcuts is None else shortcuts.inputs_for_trainer()
 
     @inside_wrappers
@@ -237,7 +254,9 @@ class SharpnessAware(PerturbingOptimizer):
         if self.is_perturbed:
             raise RuntimeError("perturbed() must not be entered twice; leave the first block before the next ascent")
         with self._ended_on_error():
-            self._unused.require_none()
+            unused = self._unused
+            self._watch_unused([])
+            unused.require_not_added_to(UNUSED)
             step = self._step
             had_first_pass = step is not None and step.phase is Phase.BETWEEN
             if step is None or not had_first_pass:
@@ -248,7 +267,7 @@ class SharpnessAware(PerturbingOptimizer):
                 raise RuntimeError(f"a step has {step.first_passes + 1} passes: use minimize()")
             with self._perturbed(step, batch, clears=True, returns=had_first_pass or step.first_passes > 0):
                 yield
-        self._unused.watch([] if step.params.shards is not None else [p.parameter for p in step.params])
+        self._watch_unused(step.tensors)
 
     @contextmanager
     def _first_pass(self, step: Step, *, narrows: bool, between: bool = False) -> Iterator[None]:
@@ -271,7 +290,6 @@ class SharpnessAware(PerturbingOptimizer):
         statistics = statistics_of(self.model.modules()) if returns else []
         step.written = Snapshot([*step.params.renormalized, *statistics])
         step.hook = self.model.register_state_dict_pre_hook(WarnOfPerturbedWeights())
-        is_complete = False
         try:
             self._ascend(step, batch)
             if step.params.shards is not None:
@@ -280,10 +298,9 @@ class SharpnessAware(PerturbingOptimizer):
                 self._restart(step)
             with nullcontext() if step.shortcuts is None else step.shortcuts.second_pass():
                 yield
-            is_complete = True
         finally:
             self._restore(step)
-            step.phase = Phase.READY if is_complete else Phase.BETWEEN
+            step.phase = Phase.READY  # an error ends the step
         self._combine(step)
 
     def _require_unchanged(self, step: Step) -> None:
@@ -293,8 +310,7 @@ class SharpnessAware(PerturbingOptimizer):
         """
         params = step.params if step.params.is_current(flags=False) else self._perturbed_params()
         masks = self._masks_of(params)
-        is_same = masks.keys() == step.masks.keys() and all(step.masks[name] is mask for name, mask in masks.items())
-        if not step.is_complete and (not is_same or self._refresh_due(params)):
+        if not step.is_complete and (masks != step.masks or self._refresh_due(params)):
             raise RuntimeError(
                 "masks or parameter groups changed between first_pass() and perturbed(), and gradients of the newly "
                 "perturbed weights were not computed; make such changes before first_pass()"
@@ -304,9 +320,13 @@ class SharpnessAware(PerturbingOptimizer):
     def _restart(self, step: Step) -> None:
         """Clear the gradients, and return to the random states of the first pass."""
         self.base.zero_grad()
-        self._unused.forget()
         if step.rng is not None:
             self._rng.write(step.rng)
+
+    def _watch_unused(self, parameters: list[Tensor]) -> None:
+        """Watch the gradients of these parameters until a step uses them, in place of earlier ones."""
+        self._unused.release()
+        self._unused = OldGradients(parameters)
 
     def _restore(self, step: Step) -> None:
         self._perturbation.undo()
@@ -351,7 +371,7 @@ class SharpnessAware(PerturbingOptimizer):
         step = self._step
         assert step is not None, "an update ends a step"
         require_gradients(self.base, "second")
-        self._unused.forget()
+        self._watch_unused([])
         if step.ascent_failed and not all(bool(gradient.isfinite().all()) for gradient in gradients_of(self.base)):
             self.own.counters.skipped_steps += 1
             self._warn_once("both gradients of a step are not finite: weights are not updated (opt.skipped_steps)")
@@ -359,23 +379,6 @@ class SharpnessAware(PerturbingOptimizer):
             self.base.step()
             self.after_update()
         self.own.counters.steps += 1
-
-    def _finish(self, step: Step, closure: Callable[[], Any] | None, batch: Any) -> Any:
-        """Take the step after perturbed(). Lightning's manual optimization passes a closure that computes nothing."""
-        result, step.is_empty = None, closure is None
-        with self._ended_on_error():
-            if closure is not None and batch is None and not isinstance(closure, Objective):
-                with OldGradient([p.parameter for p in step.params]) as old, torch.enable_grad():
-                    result = without_graph(closure())
-                step.is_empty = not self.closure_accumulates and old.is_untouched()
-            if not step.is_empty:
-                raise RuntimeError(
-                    "step(closure) after perturbed(): the gradient at w + e already exists; call step() without a "
-                    "closure, or leave both passes to step(closure)"
-                )
-            self.update()
-        self._end()
-        return result
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:
@@ -402,7 +405,7 @@ class SharpnessAware(PerturbingOptimizer):
     @inside_wrappers
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
-        self._unused.forget()
+        self._watch_unused([])
         if self._step is not None and self._step.phase in (Phase.BETWEEN, Phase.READY):
             self._end()  # its gradient is gone
 
@@ -414,8 +417,8 @@ class SAM(SharpnessAware):
         w <- base's update of w with the gradient at w + e
 
     Foret et al. 2021. rho is usually 0.05 to 0.2. Unlike in davda54/sam and pytorch-optimizer, running statistics are
-    updated once per step, both passes have the same dropout masks, and ``adaptive=True`` leaves biases unscaled; their
-    interface is in `sparsesam.compat`. The arguments are those of `SharpnessAware`.
+    updated once per step, both passes have the same dropout masks, and ``adaptive=True`` leaves biases unscaled.
+    The arguments are those of `SharpnessAware`.
 
     Examples:
         >>> base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -431,8 +434,7 @@ class SSAM(SharpnessAware):
         e = rho * m ⊙ g / ||m ⊙ g||        norm="masked": gradients outside the mask need not be computed
 
     Mi et al. 2022. The paper's first mask is random; here SSAM-F measures Fisher information before the first step.
-    rho is SAM's with ``norm="masked"``, and larger the sparser the mask with ``"full"``. The arguments are
-    those of `SharpnessAware`.
+    rho is SAM's with ``norm="masked"``, and larger the sparser the mask with ``"full"``.
 
     Examples:
         >>> mask = sparsesam.fisher_mask(train_set, loss_fn, sparsity=0.5, samples=16)

@@ -184,10 +184,10 @@ def huge_selection() -> int:
         mask = PackedMask(torch.Size([size]), kept, bits)
         target = Target("w", weight, weight, mask, 0.1, None)
         (piece,) = pieces_of([target])
-        found = piece.positions({})
+        perturbation = Perturbation()
+        found = perturbation._positions(piece)
         assert found.dtype == torch.int64
         assert len(found) == kept
-        perturbation = Perturbation()
         perturbation.move([target], perturbation.norm([target], "masked"))
         perturbation.undo()
     return 4

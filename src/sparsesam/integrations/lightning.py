@@ -62,7 +62,7 @@ class AccumulatedAscent(Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             if self._outside is not None:  # the last step had no second pass
                 self._outside.release()
-            self._batches, self._outside = [], OutsideGradients(pl_module, optimizer.base).watch()
+            self._batches, self._outside = [], OutsideGradients(pl_module, optimizer.base)
         if optimizer.closure_accumulates:
             takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
             arguments = (batch, batch_idx) if takes_index else (batch,)
