@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sparsesam.sam import SharpnessAware
 from sparsesam.utils.restore import RNGSnapshot, RNGState
@@ -26,13 +27,19 @@ class AccumulatedPasses:
                 prepared.step()
                 prepared.zero_grad()
 
-    ``model`` and ``prepared`` are returned by ``accelerator.prepare``; ``opt`` is the optimizer itself. At the last
+    ``model`` and ``prepared`` are returned by ``accelerator.prepare``; ``opt`` is either optimizer. At the last
     micro-batch of a step, all micro-batches run again at w + e with the random numbers of the first pass, so the
     variables that the functions use must not change in between.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: SharpnessAware) -> None:
-        self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(optimizer, SharpnessAware):
+            raise TypeError(
+                f"the optimizer must be sparsesam's SAM or SSAM, got {type(optimizer).__name__}; with a Trainer write "
+                "optimizers=(sparsesam.SAM(base, model, rho=0.05), None), or use transformers' own Trainer"
+            )
+        self._accelerator, self._model, self.optimizer = accelerator, model, optimizer
         self._rng = RNGState(model.parameters())
         self._micro_batches: list[tuple[Callable[[], Tensor], RNGSnapshot]] = []
 
@@ -41,7 +48,7 @@ class AccumulatedPasses:
 
         def forward_backward() -> Tensor:
             loss = compute_loss()
-            inputs = self._optimizer.ascent_inputs  # only what the ascent needs
+            inputs = self.optimizer.ascent_inputs  # only what the ascent needs
             self._accelerator.backward(loss, **({} if inputs is None else {"inputs": inputs}))
             return loss.detach()
 
@@ -52,13 +59,13 @@ class AccumulatedPasses:
         """Return the loss of this micro-batch at w (None without a first pass) and, at the last one, all at w + e."""
         self._micro_batches.append((forward_backward, self._rng.read()))
         here, there = None, []
-        needs_first_pass = self._optimizer.needs_first_pass
+        needs_first_pass = self.optimizer.needs_first_pass
         if needs_first_pass:
-            with self._optimizer.first_pass():
+            with self.optimizer.first_pass():
                 here = forward_backward()
         if self._accelerator.sync_gradients:
             all_of_them, self._micro_batches = self._micro_batches, []
-            with self._optimizer.perturbed():
+            with self.optimizer.perturbed():
                 for number, (again, state) in enumerate(all_of_them, start=1):
                     if needs_first_pass:
                         self._rng.write(state)
