@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import warnings
 from pathlib import Path
 
 import pytest
@@ -30,28 +29,23 @@ RULES = {
     "filters": lambda: sparsesam.random_mask(sparsity=0.5, pattern="filter"),
     "fixed": lambda: sparsesam.fixed_mask("0.*"),
 }
-BASES = {
-    "sgd": cases.sgd,
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-    "adadelta": lambda model: torch.optim.Adadelta(model.parameters(), rho=0.7),
-}
 
 
-def make(rule, model, base=cases.sgd):
-    schedule = sparsesam.InverseSqrt()
-    return sparsesam.SAM(base(model), model, rho=0.1, mask=RULES[rule](), rho_schedule=schedule)
+def make(rule, model, base=torch.optim.SGD):
+    base = base(model.parameters(), **{"lr": 0.1, "momentum": 0.9} if base is torch.optim.SGD else {})
+    return sparsesam.SAM(base, model, rho=0.1, mask=RULES[rule](), rho_schedule=sparsesam.InverseSqrt())
 
 
 def run(model, opt, seeds):
     cases.train(model, opt, seeds, batch=cases.images)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("rule", "base"),
+    [*((rule, torch.optim.SGD) for rule in RULES), ("dynamic", torch.optim.AdamW), ("fisher", torch.optim.Adadelta)],
+)
 def test_resumed_run_equals_uninterrupted(rule, base):
-    cases.assert_resumes(
-        lambda model: make(rule, model, BASES[base]), build=cases.convnet, batch=cases.images, at=5, end=12
-    )
+    cases.assert_resumes(lambda model: make(rule, model, base), build=cases.convnet, batch=cases.images, at=5, end=12)
 
 
 class Scaled(nn.Module):
@@ -192,18 +186,7 @@ def test_another_method_continues_from_a_checkpoint(first, second):
     assert other.steps == 4
 
 
-def test_state_is_not_loaded_inside_a_pass():
-    """It would drop what restores the weights."""
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model)
-    x, y = cases.vectors()
-    before, state = cases.weights_of(model), opt.state_dict()
-    F.cross_entropy(model(x), y).backward()
-    with pytest.raises(RuntimeError, match="inside a pass"), opt.perturbed():
-        opt.load_state_dict(state)
-    assert cases.same_bits(before, cases.weights_of(model))
-
-
+@pytest.mark.filterwarnings("error")
 def test_hooks_are_called_and_may_replace_the_state():
     model = cases.convnet()
     opt = make("all", model)
@@ -216,15 +199,6 @@ def test_hooks_are_called_and_may_replace_the_state():
     opt.load_state_dict(opt.state_dict())
     assert seen == ["before save", "after load"]
     assert opt.steps == 1
-
-
-def test_own_checkpoint_loads_without_warning():
-    model = cases.convnet()
-    opt = make("dynamic", model)
-    run(model, opt, range(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opt.load_state_dict(opt.state_dict())
 
 
 def test_checkpoint_without_perturbed_parameters_loads():

@@ -122,15 +122,11 @@ def their_gsam(model, base, **options):
 
 def original(name):
     kind = getattr(pytorch_optimizer, name)
-    return lambda model, base, **options: kind(
-        model.parameters(), type(base), rho=0.3, lr=0.1, momentum=0.9, **options
-    )
+    return lambda model, base, **options: kind(model.parameters(), type(base), rho=0.3, lr=0.1, momentum=0.9, **options)
 
 
 def their_wsam(model, base, **options):
-    return pytorch_optimizer.WSAM(
-        model, model.parameters(), type(base), rho=0.3, lr=0.1, momentum=0.9, **options
-    )
+    return pytorch_optimizer.WSAM(model, model.parameters(), type(base), rho=0.3, lr=0.1, momentum=0.9, **options)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from sparsesam.utils.checks import check_count, is_finite
-
+from sparsesam.utils.checks import check_count
 
 #: A function of the step 1, 2, 3, … that returns a factor on the initial rho.
 RhoSchedule = Callable[[int], float]
@@ -41,7 +40,6 @@ class Cosine:
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps, "give the number of optimizer steps")
-        _check_final(self.final)
 
     def __call__(self, step: int) -> float:
         progress = min(1.0, (step - 1) / self.steps)
@@ -75,13 +73,7 @@ class FollowLearningRate:
             raise ValueError(
                 f"max_lr must be above min_lr={self.min_lr}, got {self.max_lr}; for a constant one, leave it out"
             )
-        _check_final(self.final)
 
     def __call__(self, step: int) -> float:
         rate = float(self.optimizer.param_groups[0]["lr"])
         return self.final + (1 - self.final) * max(0.0, (rate - self.min_lr) / (self.max_lr - self.min_lr))
-
-
-def _check_final(final: float) -> None:
-    if not is_finite(final, 0):
-        raise ValueError(f"final must be at least 0, got {final}; it is the share of rho left at the end")

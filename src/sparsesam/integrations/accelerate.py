@@ -44,7 +44,10 @@ class AccumulatedPasses:
         self._micro_batches: list[tuple[Callable[[], Tensor], RNGSnapshot]] = []
 
     def __call__(self, compute_loss: Callable[[], Tensor]) -> Tensor:
-        """Run one micro-batch and return its loss at w, or at w + e in steps without a first pass."""
+        """Run one micro-batch, at the last one all of them at w + e, and return its loss at w.
+
+        In steps without a first pass, return 0, and at the last micro-batch the sum of the losses at w + e.
+        """
 
         def forward_backward() -> Tensor:
             loss = compute_loss()
@@ -52,17 +55,16 @@ class AccumulatedPasses:
             self._accelerator.backward(loss, **({} if inputs is None else {"inputs": inputs}))
             return loss.detach()
 
-        here, there = self.run(forward_backward)
-        return here if here is not None else there[-1] if there else torch.zeros(())
+        return self.run(forward_backward)
 
-    def run(self, forward_backward: Callable[[], Tensor]) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the loss of this micro-batch at w (None without a first pass) and, at the last one, all at w + e."""
+    def run(self, forward_backward: Callable[[], Tensor]) -> Tensor:
+        """As above, with a function that also runs the backward."""
         self._micro_batches.append((forward_backward, self._rng.read()))
-        here, there = None, []
+        loss = torch.zeros((), device=self._accelerator.device)
         needs_first_pass = self.optimizer.needs_first_pass
         if needs_first_pass:
             with self.optimizer.first_pass():
-                here = forward_backward()
+                loss = forward_backward()
         if self._accelerator.sync_gradients:
             all_of_them, self._micro_batches = self._micro_batches, []
             with self.optimizer.perturbed():
@@ -71,5 +73,6 @@ class AccumulatedPasses:
                         self._rng.write(state)
                     is_last = number == len(all_of_them)
                     with nullcontext() if is_last else self._accelerator.no_sync(self._model):
-                        there.append(again())
-        return here, there
+                        second = again()
+                    loss = loss if needs_first_pass else loss + second
+        return loss

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sparsesam.integrations.accelerate import AccumulatedPasses
@@ -34,8 +33,7 @@ class SharpnessAwareTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         if self._passes is None:
             self._passes = AccumulatedPasses(self.accelerator, model, self.optimizer)
-        here, there = self._passes.run(partial(super().training_step, model, inputs, *args, **kwargs))
-        return here if here is not None else sum(there, torch.zeros((), device=self.args.device))
+        return self._passes.run(partial(super().training_step, model, inputs, *args, **kwargs))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add `step_metrics` to the training logs, for every reporter."""
