@@ -70,34 +70,32 @@ def test_resumed_run_continues_with_kept_tensors(pattern, implementation):
         cases.assert_resumes(make, build=Scaled, at=1)
 
 
-@pytest.mark.parametrize("change", ["added", "frozen"])
-@pytest.mark.parametrize("refresh", ["steps ago", "just now"])
-def test_parameters_changed_before_a_checkpoint_get_a_mask_after_it(change, refresh):
+@pytest.mark.parametrize("is_added", [True, False])
+@pytest.mark.parametrize("is_just_refreshed", [True, False])
+def test_parameters_added_or_frozen_before_a_checkpoint_get_a_mask_after_it(is_added, is_just_refreshed):
     def made():
         model = cases.convnet()
-        optimized = model if change == "frozen" else model[:4]
-        base = torch.optim.SGD(list(optimized.parameters()), lr=0.1)
+        base = torch.optim.SGD((model[:4] if is_added else model).parameters(), lr=0.1)
         return model, sparsesam.SSAM(base, model, mask=sparsesam.random_mask(sparsity=0.5))
 
-    def changed(model, opt):
-        model[0].weight.requires_grad_(change != "frozen")
-        if change == "added":
+    def change(model, opt):
+        if is_added:
             opt.add_param_group({"params": list(model[4].parameters())})
+        else:
+            model[0].weight.requires_grad_(False)
 
-    model, opt = made()
+    (model, opt), (again, resumed) = made(), made()
     run(model, opt, range(2))
-    if refresh == "just now":
+    if is_just_refreshed:
         opt.refresh_mask(now=True)
-    changed(model, opt)
-    weights, state = copy.deepcopy((model.state_dict(), opt.state_dict()))
-    again, resumed = made()
-    changed(again, resumed)
-    again.load_state_dict(weights)
-    resumed.load_state_dict(state)
+    change(model, opt)
+    change(again, resumed)
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     run(model, opt, range(2, 4))
     run(again, resumed, range(2, 4))
     assert cases.same_state(model, again)
-    assert cases.same_bits(opt.masks.values(), resumed.masks.values())
+    cases.assert_same_masks(opt, resumed)
 
 
 TRAIN = """
@@ -173,12 +171,11 @@ def test_mismatched_checkpoint_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [(sparsesam.SAM, sparsesam.ExtrapolatedSAM), (sparsesam.ExtrapolatedSAM, sparsesam.SAM)],
+    "kinds", [(sparsesam.SAM, sparsesam.ExtrapolatedSAM), (sparsesam.ExtrapolatedSAM, sparsesam.SAM)]
 )
-def test_another_method_continues_from_a_checkpoint(first, second):
+def test_another_method_continues_from_a_checkpoint(kinds):
     model = cases.mlp()
-    opt, other = (kind(cases.sgd(model), model, rho) for kind, rho in ((first, 0.02), (second, 0.05)))
+    opt, other = (kind(cases.sgd(model), model, rho) for kind, rho in zip(kinds, (0.02, 0.05), strict=True))
     cases.train(model, opt, range(2))
     other.load_state_dict(opt.state_dict())
     assert (other.steps, other.param_groups[0]["rho"]) == (2, 0.02)

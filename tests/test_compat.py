@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -32,12 +33,18 @@ def one_step(opt, model, x, y):
     opt.step(closure)
 
 
+def original(name, model, **options):
+    """pytorch-optimizer's method; WSAM takes the model first."""
+    first = (model,) if name == "WSAM" else ()
+    given = {"rho": 0.3, "lr": 0.1, "momentum": 0.9, **options}
+    return getattr(pytorch_optimizer, name)(*first, model.parameters(), torch.optim.SGD, **given)
+
+
 def pair(**options):
     model = cases.mlp()
     twin = copy.deepcopy(model)
-    given = {"rho": 0.3, "lr": 0.1, "momentum": 0.9, **options}
-    ours = compat.SAM(model.parameters(), torch.optim.SGD, **given)
-    return model, ours, twin, pytorch_optimizer.SAM(twin.parameters(), torch.optim.SGD, **given)
+    ours = compat.SAM(model.parameters(), torch.optim.SGD, rho=0.3, lr=0.1, momentum=0.9, **options)
+    return model, ours, twin, original("SAM", twin, **options)
 
 
 def assert_same_weights(model, twin):
@@ -107,52 +114,40 @@ def one_tensor():
     return torch.nn.Linear(6, 3, bias=False).double()
 
 
-def gsam_step(opt, model, x, y):
-    opt.set_closure(F.cross_entropy, x, y)
-    opt.step()
-
-
-def their_gsam(model, base, **options):
+def gsam(model, **options):
     from pytorch_optimizer.lr_scheduler import ProportionScheduler
 
+    base = cases.sgd(model)
     constant = torch.optim.lr_scheduler.StepLR(base, 100)
     schedule = ProportionScheduler(constant, max_lr=0.1, min_lr=0.0, max_value=0.3, min_value=0.3)
     return pytorch_optimizer.GSAM(model.parameters(), base, model, schedule, **options)
 
 
-def original(name):
-    kind = getattr(pytorch_optimizer, name)
-    return lambda model, base, **options: kind(model.parameters(), type(base), rho=0.3, lr=0.1, momentum=0.9, **options)
-
-
-def their_wsam(model, base, **options):
-    return pytorch_optimizer.WSAM(model, model.parameters(), type(base), rho=0.3, lr=0.1, momentum=0.9, **options)
+def gsam_step(opt, model, x, y):
+    opt.set_closure(F.cross_entropy, x, y)
+    opt.step()
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "options", "theirs", "their_options", "their_step", "build"),
+    ("name", "options", "their_options", "step"),
     [
-        (sparsesam.GSAM, {"alpha": 0.4}, their_gsam, {"alpha": 0.4}, gsam_step, cases.mlp),
-        (sparsesam.WSAM, {"gamma": 0.8}, their_wsam, {"gamma": 0.8}, cases.with_closure, cases.mlp),
-        (
-            *(sparsesam.WSAM, {"gamma": 0.8, "decouple": False}),
-            *(their_wsam, {"gamma": 0.8, "decouple": False}, cases.with_closure, cases.mlp),
-        ),
-        (sparsesam.LookSAM, {"every": 3}, original("LookSAM"), {"k": 3}, two_steps, one_tensor),
-        (
-            *(sparsesam.FriendlySAM, {"sigma": 0.7, "decay": 0.6}),
-            *(original("FriendlySAM"), {"sigma": 0.7, "lmbda": 0.6}, two_steps, cases.mlp),
-        ),
+        ("GSAM", {"alpha": 0.4}, {"alpha": 0.4}, gsam_step),
+        ("WSAM", {"gamma": 0.8}, {"gamma": 0.8}, cases.with_closure),
+        ("WSAM", {"gamma": 0.8, "decouple": False}, {"gamma": 0.8, "decouple": False}, cases.with_closure),
+        ("LookSAM", {"every": 3}, {"k": 3}, two_steps),
+        ("FriendlySAM", {"sigma": 0.7, "decay": 0.6}, {"sigma": 0.7, "lmbda": 0.6}, two_steps),
     ],
 )
-def test_methods_equal_those_of_pytorch_optimizer(kind, options, theirs, their_options, their_step, build, adaptive):
-    model = build()
+def test_methods_equal_those_of_pytorch_optimizer(name, options, their_options, step, adaptive):
+    model = one_tensor() if name == "LookSAM" else cases.mlp()
     twin = copy.deepcopy(model)
-    ours = kind(cases.sgd(model), model, 0.3, adaptive="all" if adaptive else False, eta=0.0, **options)
-    other = theirs(twin, cases.sgd(twin), adaptive=adaptive, **their_options)
+    scales = {"adaptive": "all" if adaptive else False, "eta": 0.0}
+    ours = getattr(sparsesam, name)(cases.sgd(model), model, 0.3, **scales, **options)
+    make = gsam if name == "GSAM" else partial(original, name)
+    theirs = make(twin, adaptive=adaptive, **their_options)
     for seed in range(6):
         batch = cases.vectors(seed=seed)
         cases.with_closure(ours, model, *batch)
-        their_step(other, twin, *batch)
+        step(theirs, twin, *batch)
     assert_same_weights(model, twin)

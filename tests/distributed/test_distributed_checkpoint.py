@@ -64,7 +64,7 @@ def test_round_trip_into_new_or_used_optimizer(kind, base, layout, used):
 
 def in_groups(model, perturb, order):
     last, others = [*model[5].parameters()][::order], [*model[:5].parameters()][::order]
-    return torch.optim.SGD([{"params": last}, {"params": others, "perturb": perturb}], lr=0.1)
+    return torch.optim.SGD([{"params": last}, {"params": others, "perturb": perturb}], lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("layout", NESTED_AND_FLAT)

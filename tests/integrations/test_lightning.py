@@ -92,13 +92,13 @@ def plain(module, loader, *, count=1, clip=None, precision=nullcontext, scaler=N
     """Two epochs of two-phase steps, each over ``count`` batches; a step at an epoch's end may have fewer."""
     configured = module.configure_optimizers()
     (opt,), schedulers = configured if isinstance(configured, tuple) else ((configured,), [])
-    module.train()
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
 
     def backward(group):
         for batch in group:
             with precision():
                 loss = loss_of(module, batch) / count
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            scaler.scale(loss).backward()
 
     for _ in range(2):
         steps = list(loader)
@@ -107,13 +107,10 @@ def plain(module, loader, *, count=1, clip=None, precision=nullcontext, scaler=N
             backward(group)
             with opt.perturbed():
                 backward(group)
-            if scaler is not None:
-                scaler.unscale_(opt)
-            if clip is not None:
-                nn.utils.clip_grad_norm_(module.parameters(), clip)
-            opt.step() if scaler is None else scaler.step(opt)
-            if scaler is not None:
-                scaler.update()
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(module.parameters(), torch.inf if clip is None else clip)
+            scaler.step(opt)
+            scaler.update()
         for scheduler in schedulers:
             scheduler.step()
     return opt
@@ -273,7 +270,7 @@ def test_accumulation_uses_same_random_numbers_in_both_passes(tmp_path):
 
 
 class Counting(OnePass):
-    """Counts passes, and records whether its weights are perturbed in each."""
+    """Records in each pass whether its weights are perturbed."""
 
     def __init__(self, net):
         super().__init__(net)
@@ -296,11 +293,11 @@ def test_one_pass_accumulation_has_one_backward_per_batch_and_one_statistics_upd
     opt = sparsesam.ExtrapolatedSAM(cases.sgd(twin), twin, 0.025)
     steps = list(image_batches())
     for group in ((steps[2], steps[0], steps[1]), (steps[4], steps[3])):  # the last batch runs first
+        opt.zero_grad()
         with opt.perturbed():
             for x, y in group:
                 (F.cross_entropy(twin(x), y) / 3).backward()
         opt.step()
-        opt.zero_grad()
     torch.testing.assert_close(module.net.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
 
 
