@@ -1,16 +1,11 @@
-"""Save, kill, resume, compare: a resumed run equals the uninterrupted one bit for bit.
+"""Save, resume, compare: a resumed run equals the uninterrupted one bit for bit.
 
-The methods of the family have the same test in `test_variants.py` and `test_extrapolated.py`.
+The methods of the family have the same test in `test_variants.py` and `test_extrapolated.py`; `torture/` kills runs.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -96,45 +91,6 @@ def test_parameters_added_or_frozen_before_a_checkpoint_get_a_mask_after_it(is_a
     run(again, resumed, range(2, 4))
     assert cases.same_state(model, again)
     cases.assert_same_masks(opt, resumed)
-
-
-TRAIN = """
-    import os, sys, torch
-    from tests import cases
-    from tests.test_checkpoint import make
-
-    path, die_at = sys.argv[1], int(sys.argv[2])
-    torch.set_num_threads(1)
-    model = cases.convnet()
-    opt = make("dynamic", model)
-    if os.path.exists(path):
-        saved = torch.load(path, weights_only=True)
-        model.load_state_dict(saved["model"])
-        opt.load_state_dict(saved["opt"])
-
-    def die():
-        if opt.steps == die_at and opt.in_second_pass:
-            os._exit(9)
-
-    while opt.steps < 9:
-        opt.step(cases.closure_for(model, opt, *cases.images(seed=opt.steps), then=die))
-        torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, path)
-"""
-
-
-def test_process_killed_in_a_second_pass_resumes_to_the_same_weights(tmp_path):
-    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-    def exit_code(path, die_at):
-        command = [sys.executable, "-c", textwrap.dedent(TRAIN), path, str(die_at)]
-        return subprocess.run(command, env=environment, check=False).returncode
-
-    assert exit_code(tmp_path / "whole.pt", -1) == 0
-    assert exit_code(tmp_path / "killed.pt", 6) == 9
-    assert exit_code(tmp_path / "killed.pt", -1) == 0
-    whole, killed = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "killed.pt"))
-    assert cases.same_bits(whole["model"].values(), killed["model"].values())
 
 
 # ---- other checkpoints -------------------------------------------------------------------------------------------
