@@ -23,11 +23,10 @@ from sparsesam.perturbation import is_on_accelerator
 
 
 class PerturbedParam(NamedTuple):
-    """A parameter that is perturbed.
+    """A parameter that is perturbed, against its gradient if the base optimizer is to ``maximize`` the loss.
 
     ``rho`` is a tensor if its group holds one on an accelerator (for CUDA graphs), which the host does not read.
-    ``eta`` is ASAM's where T = |w| + eta, None where T = 1, or T = ||w|| with ``layerwise``. ``maximize``: the base
-    optimizer maximizes the loss, so the perturbation goes against the gradient.
+    ``eta`` is ASAM's where T = |w| + eta, None where T = 1, or T = ||w|| with ``layerwise``.
     """
 
     name: str

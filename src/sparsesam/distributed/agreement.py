@@ -42,8 +42,7 @@ def require_same(parts: Iterable[Tensor | int | str], what: str, group: dist.Pro
     """Raise RuntimeError on every rank if the parts differ, naming the ranks that differ from the group's first."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        content = part.detach().cpu().contiguous().numpy() if isinstance(part, Tensor) else f"{part}\0".encode()
-        digest.update(content)
+        digest.update(part.detach().cpu().numpy().tobytes() if isinstance(part, Tensor) else f"{part}\0".encode())
     number = int.from_bytes(digest.digest(), "little", signed=True)
     mine = torch.tensor([number], dtype=torch.int64, device=communication_device(group))
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

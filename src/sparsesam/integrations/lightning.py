@@ -38,10 +38,8 @@ else:
 class AccumulatedAscent(Callback):
     """Runs the second pass of ``Trainer(accumulate_grad_batches=n)`` over all n batches, like the first.
 
-    Lightning's closure runs the last batch only; the gradients of the earlier batches are already accumulated. That
-    is enough for the ascent, but the gradient at w + e would be that of one batch, divided by n. This callback
-    reruns the other batches in the second pass, with their original random numbers. Without it, the optimizer
-    rejects such a closure.
+    Lightning's closure runs the last batch only. This callback reruns the others at w + e, with their original random
+    numbers; without it, the optimizer rejects the closure.
 
     In steps with a single pass at w + e, gradients at w are not needed: batches before the last run only their
     forward at w, for what ``training_step`` logs, and normalization statistics are left unchanged.
