@@ -135,6 +135,7 @@ class OptimizerWrapper(Optimizer):
     """
 
     own: OwnState
+    _names: dict[Tensor, str]  # of the model's parameters
     _wrapped: weakref.ref[nn.Module] | None = None  # the model as given, possibly a DistributedDataParallel
     _params: PerturbedParams | None = None
 
