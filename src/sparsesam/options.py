@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -39,7 +40,7 @@ class Options:
     ascent_steps: int = 1
     radius: Radius = "global"
 
-    @property
+    @cached_property
     def is_implicit(self) -> bool:
         return self.ascent != "explicit"
 
