@@ -32,7 +32,8 @@ class SharpnessAwareTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         if self._passes is None:
-            self._passes = AccumulatedPasses(self.accelerator, model, self.optimizer)
+            optimizer: Any = self.optimizer
+            self._passes = AccumulatedPasses(self.accelerator, model, optimizer)
         return self._passes.run(partial(super().training_step, model, inputs, *args, **kwargs))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
