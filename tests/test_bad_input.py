@@ -38,11 +38,8 @@ FIXED = sparsesam.fixed_mask("0.*")
         ({"eta": -1}, "eta must be a finite number of at least 0, got -1"),
         ({"every": 0}, "every must be an integer of at least 1, got 0"),
         ({"every": 1.5}, "every must be an integer"),
-        ({"every": "2"}, "every must be an integer"),
         ({"start": -1}, "start must be an integer of at least 0"),
-        ({"start": 0.5}, "start must be an integer"),
         ({"ascent_fraction": 0}, r"ascent_fraction must be in \(0, 1\], got 0"),
-        ({"ascent_fraction": 1.5}, "ascent_fraction must be"),
         ({"ascent_fraction": "half"}, "ascent_fraction must be .* got half"),
         ({"ascent_steps": 0}, "ascent_steps must be an integer of at least 1, got 0"),
         ({"radius": "tensor"}, "radius must be one of 'global', 'layer', 'element', got 'tensor'"),
@@ -60,16 +57,14 @@ def test_invalid_options_raise(options, words):
         sam(**options)
 
 
-@pytest.mark.parametrize("sparsity", [-0.1, 1.2, math.nan, "half"])
-@pytest.mark.parametrize("make", [sparsesam.random_mask, lambda **k: sparsesam.dynamic_mask(refresh=None, **k)])
-def test_invalid_sparsity_raises(make, sparsity):
-    with pytest.raises(ValueError, match=r"sparsity must be in \[0, 1\], got"):
-        make(sparsity=sparsity)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        *[
+            (lambda s=s: sparsesam.random_mask(sparsity=s), r"sparsity must be in \[0, 1\], got")
+            for s in (-0.1, 1.2, math.nan, "half")
+        ],
+        (lambda: sparsesam.dynamic_mask(sparsity=1.2, refresh=None), r"sparsity must be in \[0, 1\], got"),
         (lambda: sparsesam.random_mask(), "sparsity must be given"),
         (lambda: sparsesam.random_mask(sparsity=0.3, pattern="2:4"), "0.5"),
         (lambda: sparsesam.random_mask(pattern="3:2"), "3"),
@@ -87,12 +82,10 @@ def test_invalid_sparsity_raises(make, sparsity):
         (lambda: sparsesam.fixed_mask({"0.weight": torch.ones(2)}), "bool"),
         (lambda: sparsesam.Warmup(0), "steps"),
         (lambda: sparsesam.Warmup(1.5), "steps must be an integer"),
-        (lambda: sparsesam.Cosine(5, final=-1), "final"),
         (lambda: sparsesam.NM(0.5, 2), "n must be an integer"),
         (lambda: sparsesam.recommended(cases.sgd(cases.mlp()), cases.mlp(), cost="low"), "cost must be .* got low"),
         (lambda: budget(norm="full"), 'norm must be "masked" with BudgetMask, got "full"'),
         (lambda: sparsesam.SAM(cases.sgd(cases.mlp()), cases.mlp()), "6 of 6 are not in Sequential"),
-        (lambda: sparsesam.SAM(cases.sgd(cases.mlp()), nn.ReLU()), "model must have parameters"),
     ],
 )
 def test_invalid_values_raise_with_reason(call, words):
@@ -108,8 +101,6 @@ def test_invalid_values_raise_with_reason(call, words):
         (lambda m: sparsesam.SAM(torch.optim.LBFGS(m.parameters()), m), "LBFGS"),
         (lambda m: sparsesam.SAM(sam(), m), "plain optimizer"),
         (lambda m: sparsesam.SAM(cases.sgd(m), "m"), r"model must be the torch\.nn\.Module .* got 'm'"),
-        (lambda m: sparsesam.SAM(cases.sgd(m), m, engine="no"), "engine must be True or False, got 'no'"),
-        (lambda m: sparsesam.SAM(cases.sgd(m), m, rho_schedule=0.5), "rho_schedule must be .* got 0.5"),
         (lambda m: sparsesam.SSAM(cases.sgd(m), m, mask=0.5), "mask must be a mask rule"),
         (lambda m: sparsesam.ExtrapolatedSAM(cases.sgd(m), m, mask=0.5), "mask must be a mask rule"),
         (lambda m: sparsesam.Mask(sparsesam.GradientMagnitude(), "2:4"), "pattern must be a Pattern, .* got '2:4'"),
@@ -126,10 +117,10 @@ def test_arguments_of_wrong_type_raise(call, words):
 
 def test_invalid_rho_set_later_raises_before_perturbation():
     model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
-    opt.param_groups[0]["rho"] = -1
+    opt = sparsesam.SAM(torch.optim.Adadelta(model.parameters()), model, rho=0.1)
+    opt.param_groups[0]["sam_rho"] = -1
     before = cases.weights_of(model)
-    with pytest.raises(ValueError, match="rho must be"):
+    with pytest.raises(ValueError, match="sam_rho must be"):
         cases.train(model, opt, range(1))
     assert cases.same_bits(before, cases.weights_of(model))
 
@@ -144,59 +135,45 @@ def test_foreign_parameter_group_raises_and_is_removed():
 # ---- calls in the wrong order ------------------------------------------------------------------------------------
 
 
-def step_without_ascent(opt, model, batch):
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
-    opt.step()
+def in_perturbed(act):
+    def misuse(opt, model, x, y):
+        F.cross_entropy(model(x), y).backward()
+        with opt.perturbed():
+            act(opt)
+
+    return misuse
 
 
-def step_inside_perturbed(opt, model, batch):
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
-    with opt.perturbed():
-        opt.step()
+def after_perturbed(act):
+    def misuse(opt, model, x, y):
+        cases.both_passes(opt, model, x, y)
+        act(opt, model, x, y)
+
+    return misuse
 
 
-def perturbed_twice(opt, model, batch):
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
-    with opt.perturbed(), opt.perturbed():
-        pass
-
-
-def closure_after_perturbed(opt, model, batch):
-    cases.both_passes(opt, model, *batch)
-    cases.with_closure(opt, model, *batch)
-
-
-def minimize_after_perturbed(opt, model, batch):
-    cases.both_passes(opt, model, *batch)
-    opt.minimize(lambda _: 1 / 0, batch=0)  # the function is not called
-
-
-def step_with_batch_after_perturbed(opt, model, batch):
-    cases.both_passes(opt, model, *batch)
-    opt.step(lambda _: 1 / 0, batch=0)
-
-
-def refresh_without_mask(opt, model, batch):
-    opt.refresh_mask()
+def not_called(batch):
+    raise AssertionError
 
 
 @pytest.mark.parametrize(
     ("misuse", "words"),
     [
-        (step_without_ascent, r"step\(\) needs a gradient at w \+ e"),
-        (step_inside_perturbed, r"step\(\) inside perturbed"),
-        (perturbed_twice, "entered twice"),
-        (closure_after_perturbed, r"step\(closure\) after perturbed\(\): .* already exists"),
-        (minimize_after_perturbed, "already exists"),
-        (step_with_batch_after_perturbed, "already exists"),
-        (refresh_without_mask, r"refresh_mask\(\) needs a mask"),
+        (lambda opt, *_: opt.step(), r"step\(\) needs a gradient at w \+ e"),
+        (in_perturbed(lambda opt: opt.step()), r"step\(\) inside perturbed"),
+        (in_perturbed(lambda opt: opt.perturbed().__enter__()), "entered twice"),
+        (in_perturbed(lambda opt: opt.load_state_dict(opt.state_dict())), r"load_state_dict\(\) inside a pass"),
+        (after_perturbed(cases.with_closure), r"step\(closure\) after perturbed\(\): .* already exists"),
+        (after_perturbed(lambda opt, *_: opt.minimize(not_called, batch=0)), "already exists"),
+        (after_perturbed(lambda opt, *_: opt.step(not_called, batch=0)), "already exists"),
+        (lambda opt, *_: opt.refresh_mask(), r"refresh_mask\(\) needs a mask"),
     ],
 )
 def test_calls_in_the_wrong_order_raise(misuse, words):
     model = cases.mlp()
     opt, before = sparsesam.SAM(cases.sgd(model), model), cases.weights_of(model)
     with pytest.raises(RuntimeError, match=words):
-        misuse(opt, model, cases.vectors())
+        misuse(opt, model, *cases.vectors())
     assert cases.same_bits(before, cases.weights_of(model))
 
 
@@ -217,13 +194,6 @@ def test_ascent_fraction_needs_closure_and_batch(call, words):
 # ---- masks -------------------------------------------------------------------------------------------------------
 
 
-def run_with(mask, **options):
-    model = cases.mlp()
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=mask)
-    opt.step(cases.closure_for(model, opt, *cases.vectors()), **options)
-    return opt
-
-
 def bad_fisher():
     x, y = cases.vectors()
     return sparsesam.fisher_mask((x * torch.nan, y), F.cross_entropy, sparsity=0.5, samples=16)
@@ -241,8 +211,10 @@ def bad_fisher():
     ],
 )
 def test_mask_that_cannot_be_made_raises_in_the_first_step(mask, words):
+    model = cases.mlp()
+    opt = sparsesam.SSAM(cases.sgd(model), model, mask=mask())
     with pytest.raises(ValueError, match=words):
-        run_with(mask())
+        cases.with_closure(opt, model, *cases.vectors())
 
 
 @pytest.mark.parametrize("rule", ["fisher", "dynamic"])

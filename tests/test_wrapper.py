@@ -29,21 +29,13 @@ def test_options_per_parameter_group(base):
     ]
     opt = sparsesam.SAM(base(groups), model, rho=0.1)
     assert [group[rho] for group in opt.param_groups] == [0.4, 0.1, 0.1]
+    assert base is torch.optim.SGD or [group["rho"] for group in opt.param_groups] == [0.9] * 3  # Adadelta's
     e = cases.perturbation_of(opt, model, *cases.vectors())
     gradients = cases.gradients_of(model, *cases.vectors())
     length = oracles.flat([*gradients[:2], *gradients[4:]]).norm()
     radii = [0.4, 0.4, 0.0, 0.0, 0.1, 0.1]
     expected = [r * g / length for r, g in zip(radii, gradients, strict=True)]
     torch.testing.assert_close(e, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_base_with_own_rho_keeps_it():
-    model = cases.mlp()
-    opt = sparsesam.SAM(torch.optim.Adadelta(model.parameters(), rho=0.7), model, rho=0.2)
-    assert (opt.param_groups[0]["rho"], opt.param_groups[0]["sam_rho"]) == (0.7, 0.2)
-    opt.param_groups[0]["sam_rho"] = -1
-    with pytest.raises(ValueError, match="sam_rho must be"):
-        cases.train(model, opt, range(1))
 
 
 def test_groups_may_differ_in_maximize():
@@ -56,46 +48,33 @@ def test_groups_may_differ_in_maximize():
     assert signs == [False, False, True, True, True, True]
 
 
-def first_layer_added(model, opt):
-    opt.add_param_group({"params": model[0].parameters(), "lr": 0.01})
-
-
-def first_layer_added_to_base(model, opt):
-    opt.base.add_param_group({"params": model[0].parameters(), "lr": 0.01})
-
-
-def first_layer_enabled(model, opt):
-    opt.param_groups[0]["perturb"] = True
-
-
-def first_layer_unfrozen(model, opt):
-    model[0].requires_grad_(True)
+JOINS = {
+    "added": lambda model, opt: opt.add_param_group({"params": model[0].parameters(), "lr": 0.01}),
+    "added to the base": lambda model, opt: opt.base.add_param_group({"params": model[0].parameters(), "lr": 0.01}),
+    "enabled": lambda model, opt: opt.param_groups[0].update(perturb=True),
+    "unfrozen": lambda model, opt: model[0].requires_grad_(True),
+}
 
 
 @pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases, cases.without_first_pass])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    "join", [first_layer_added, first_layer_added_to_base, first_layer_enabled, first_layer_unfrozen]
-)
+@pytest.mark.parametrize("join", JOINS)
 def test_layer_that_joins_later_is_perturbed(join, masked, step):
     model = cases.mlp()
-    model[0].requires_grad_(join is not first_layer_unfrozen)
+    model[0].requires_grad_(join != "unfrozen")
     groups = [{"params": list(model[2:].parameters())}]
-    if "added" not in join.__name__:
-        groups.insert(0, {"params": list(model[0].parameters()), "perturb": join is first_layer_unfrozen})
+    if "added" not in join:
+        groups.insert(0, {"params": list(model[0].parameters()), "perturb": join == "unfrozen"})
     mask = {"mask": sparsesam.random_mask(sparsity=0.5)} if masked else {}
     opt = sparsesam.SAM(torch.optim.SGD(groups, lr=0.1), model, rho=0.5, **mask)
-    before = model[0].weight.detach().clone()
     step(opt, model, *cases.vectors())
     assert "0.weight" not in opt.masks
-    assert torch.equal(model[0].weight, before) is (join is not first_layer_enabled)
-    join(model, opt)
-    assert opt.param_groups[-1].get("rho", 0.5) == 0.5
+    JOINS[join](model, opt)
     seen = []
     model[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight.detach().clone()))
     step(opt, model, *cases.vectors())
     assert not torch.equal(*seen)
-    assert "0.weight" in opt.masks
+    assert [group["rho"] for group in opt.param_groups] == [0.5] * len(opt.param_groups)
     assert opt.sparsity == pytest.approx(0.5 if masked else 0.0, abs=0.01)
 
 
@@ -125,26 +104,18 @@ class Tied(nn.Module):
         return self.out(self.embed(tokens).mean(1))
 
 
-def test_tied_weights_are_perturbed_once():
+@pytest.mark.parametrize("mask", [None, sparsesam.fixed_mask("out.*"), sparsesam.fixed_mask(types=(nn.Linear,))])
+def test_tied_weight_is_perturbed_once_and_found_by_each_of_its_names(mask):
     torch.manual_seed(0)
     model = Tied().double()
     twin = copy.deepcopy(model)
-    base, twin_base = cases.sgd(model), cases.sgd(twin)
-    opt = sparsesam.SAM(base, model, rho=0.2)
+    opt, twin_base = sparsesam.SAM(cases.sgd(model), model, rho=0.2, mask=mask), cases.sgd(twin)
     tokens, y = torch.randint(0, 7, (8, 3)), torch.randint(0, 7, (8,))
     for _ in range(3):
         cases.with_closure(opt, model, tokens, y)
         oracles.ssam_step(twin, twin_base, lambda m: F.cross_entropy(m(tokens), y), rho=0.2)
     assert list(opt.masks) == ["embed.weight"]
     cases.assert_close(model, twin)
-
-
-@pytest.mark.parametrize("mask", [sparsesam.fixed_mask("out.*"), sparsesam.fixed_mask(types=(nn.Linear,))])
-def test_tied_weight_is_found_by_each_of_its_names(mask):
-    model = Tied()
-    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=mask)
-    cases.with_closure(opt, model, torch.randint(0, 7, (8, 3)), torch.randint(0, 7, (8,)))
-    assert opt.sparsity == 0
 
 
 def test_compiled_model_keeps_its_names():
@@ -164,32 +135,28 @@ def test_printed_optimizer_names_method_and_base():
 # ---- hooks and schedulers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["minimize", "closure"])
-def test_step_hooks_of_wrapper_and_base_fire_once(way):
+@pytest.mark.parametrize("step", [cases.by_minimize, cases.with_closure])
+def test_step_hooks_of_wrapper_and_base_fire_once(step):
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
     seen = []
     opt.register_step_pre_hook(lambda *_: seen.append("wrapper before"))
     opt.register_step_post_hook(lambda *_: seen.append("wrapper after"))
     opt.base.register_step_pre_hook(lambda *_: seen.append("base"))
-    if way == "minimize":
-        opt.minimize(lambda: F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1]))
-    else:
-        cases.train(model, opt, range(1))
+    step(opt, model, *cases.vectors())
     assert seen == ["wrapper before", "base", "wrapper after"]
 
 
-@pytest.mark.parametrize("way", ["minimize", "closure"])
+@pytest.mark.parametrize("step", [cases.by_minimize, cases.with_closure])
 @pytest.mark.parametrize("on", ["wrapper", "base"])
 @pytest.mark.filterwarnings("error")
-def test_learning_rate_schedulers_on_wrapper_or_base(on, way):
+def test_learning_rate_schedulers_on_wrapper_or_base(on, step):
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model, lr=1.0), model, rho=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(opt if on == "wrapper" else opt.base, step_size=1, gamma=0.5)
-    x, y = cases.vectors()
     for expected in (1.0, 0.5, 0.25):
         assert opt.param_groups[0]["lr"] == opt.base.param_groups[0]["lr"] == expected
-        opt.minimize(lambda: F.cross_entropy(model(x), y)) if way == "minimize" else cases.train(model, opt, range(1))
+        step(opt, model, *cases.vectors())
         scheduler.step()
 
 

@@ -16,12 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from sparsesam.checkpoint import OwnState
 from sparsesam.distributed.shards import as_shard_of, local_part
 from sparsesam.gradients import require_gradients
-from sparsesam.groups import check_model
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
-from sparsesam.options import Ascent, AscentScope, Options
+from sparsesam.options import Ascent, AscentScope, Options, check_base_and_model
 from sparsesam.perturbation import Norm, Perturbation, Radius, Target, is_usable
 from sparsesam.savings import Shortcuts
 from sparsesam.schedules import RhoSchedule
@@ -165,7 +164,7 @@ class PerturbingOptimizer(OptimizerWrapper):
         ascent_steps: int = 1,
         radius: Radius = "global",
     ) -> None:
-        check_model(model)
+        check_base_and_model(base, model)
         self.options = Options(
             norm=norm,
             ascent=ascent,

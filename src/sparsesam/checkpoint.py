@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import ChainMap, UserDict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def split_own(
 ) -> tuple[dict[str, Any], dict[str, Any] | None, OwnTensors]:
     """Split a checkpoint into the base optimizer's part, sparsesam's values (None: it has none) and its tensors.
 
-    ``names`` are the parameter names in the checkpoint's order; default: the names saved in the checkpoint.
+    ``names`` are those of the parameters in order; default: as saved in the checkpoint.
     """
     groups = [dict(group) for group in state_dict["param_groups"]]
     own = groups[0].pop(OWN, None) if groups else None
@@ -122,9 +122,7 @@ class OwnState:
 
     def reset(self) -> OwnState:
         """Returns the state before the first step."""
-        return replace(
-            self, masks=MaskState(self.masks.rule), tensors={kind: {} for kind in self.tensors}, counters=Counters()
-        )
+        return OwnState(MaskState(self.masks.rule), {kind: {} for kind in self.tensors}, self.whole)
 
     def refresh(self, context: ScoreContext) -> None:
         """Make new masks. Kept entries follow them, with zeros where only the new one keeps."""
@@ -154,17 +152,16 @@ class OwnState:
         }
         return values, {"mask": masks, **dense}
 
-    def check(self, values: Mapping[str, Any], tensors: OwnTensors, model: nn.Module) -> None:
-        """Raise ValueError for a checkpoint that does not fit this optimizer, before anything is changed."""
+    def loaded(
+        self, values: Mapping[str, Any], tensors: OwnTensors, model: nn.Module, parameters: Mapping[str, Tensor]
+    ) -> OwnState:
+        """Returns the state restored from what `state_dict` returned; raises ValueError if it does not fit."""
         if values.get("version") != _VERSION:
             raise ValueError(
                 f"the checkpoint must be of version {_VERSION}, got {values.get('version')}; "
                 "load it with the sparsesam that wrote it"
             )
-        MaskState(self.masks.rule).check_state_dict(values["mask"], tensors.get("mask", {}), model)
-
-    def loaded(self, values: Mapping[str, Any], tensors: OwnTensors, parameters: Mapping[str, Tensor]) -> OwnState:
-        """Returns the state restored from what `state_dict` returned and `check` accepted."""
+        self.masks.check_state_dict(values["mask"], tensors.get("mask", {}), model)
         placed = {
             kind: {name: tensor.to(parameters[name].device) for name, tensor in by_name.items() if name in parameters}
             for kind, by_name in tensors.items()

@@ -9,32 +9,25 @@ The gradient is taken at w + e. Where g is zero, e is zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from sparsesam.utils.checks import check_choice
+from sparsesam.perturbation import Norm
+from sparsesam.utils.checks import check_choice, check_like_parameters
 
 Params = Mapping[str, Tensor]
 
 
 def perturbation(
-    gradients: Params,
-    *,
-    rho: float,
-    masks: Mapping[str, Tensor] | None = None,
-    norm: Literal["full", "masked"] = "full",
+    gradients: Params, *, rho: float, masks: Mapping[str, Tensor] | None = None, norm: Norm = "full"
 ) -> dict[str, Tensor]:
     """Returns e of the equations above, ``{name: tensor}``; a parameter without a mask is perturbed as a whole."""
-    check_choice("norm", norm, ("full", "masked"))
+    check_choice("norm", norm, get_args(Norm))
     if not rho >= 0:
         raise ValueError(f"rho must be at least 0, got {rho}; 0 is the plain gradient, 0.05 is a usual start")
-    unknown = set(masks or {}) - set(gradients)
-    if unknown:
-        raise ValueError(
-            f"masks has {sorted(unknown)[0]!r}, which is not a parameter; known are {', '.join(gradients)}"
-        )
+    check_like_parameters("masks", masks or {}, gradients)
     masked = {name: g * masks[name].to(g.dtype) if masks and name in masks else g for name, g in gradients.items()}
     counted = gradients if norm == "full" else masked
     squares = torch.stack([g.square().sum() for g in counted.values()]).sum()
@@ -47,7 +40,7 @@ def sharpness_aware_grad(
     *,
     rho: float = 0.05,
     masks: Mapping[str, Tensor] | None = None,
-    norm: Literal["full", "masked"] = "full",
+    norm: Norm = "full",
 ) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
     """Returns a function with the arguments of ``loss`` that returns the gradient at w + e and the loss at w.
 

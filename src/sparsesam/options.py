@@ -1,25 +1,33 @@
-"""The options of an optimizer that hold for every step, validated at construction."""
+"""The options of an optimizer and of its parameter groups, and the checks of its arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sparsesam.masks.mask import MaskRule
-from sparsesam.perturbation import Norm, Radius
+from sparsesam.perturbation import Norm, Radius, is_on_accelerator
 from sparsesam.schedules import RhoSchedule
-from sparsesam.utils.checks import check_choice, check_count, is_within
+from sparsesam.utils.checks import check_choice, check_count, is_finite, is_within
 
 Ascent = Literal["explicit", "implicit", "implicit-dense"]
 AscentScope = Literal["global", "local"]
 
+_CALL = (
+    "write SAM(torch.optim.SGD(model.parameters(), lr=0.1), model, rho=0.05). The call SAM(params, SGD, rho=0.05, "
+    "lr=0.1) of davda54/sam and pytorch-optimizer, with first_step() and second_step(), is sparsesam.compat.SAM"
+)
+
 
 @dataclass(frozen=True)
 class Options:
-    """The keyword arguments of `SharpnessAware`; see its docstring."""
+    """The keyword arguments of `SharpnessAware` that hold for every step; see its docstring."""
 
     norm: Norm = "full"
     ascent: Ascent = "explicit"
@@ -31,23 +39,17 @@ class Options:
     engine: bool = True
     ascent_steps: int = 1
     radius: Radius = "global"
-    is_implicit: bool = field(init=False)
+
+    @cached_property
+    def is_implicit(self) -> bool:
+        return self.ascent != "explicit"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "is_implicit", self.ascent != "explicit")
-        check_choice("norm", self.norm, get_args(Norm))
-        check_choice("ascent", self.ascent, get_args(Ascent))
-        check_choice("ascent_scope", self.ascent_scope, get_args(AscentScope))
-        check_choice("radius", self.radius, get_args(Radius))
+        for name, choices in (("norm", Norm), ("ascent", Ascent), ("ascent_scope", AscentScope), ("radius", Radius)):
+            check_choice(name, getattr(self, name), get_args(choices))
         check_count("ascent_steps", self.ascent_steps, "1 is SAM")
         check_count("every", self.every, "1 perturbs in every step")
         check_count("start", self.start, "it is the first step that ascends", least=0)
-        if not isinstance(self.engine, bool):
-            raise TypeError(f"engine must be True or False, got {self.engine!r}; False computes everything")
-        if self.rho_schedule is not None and not callable(self.rho_schedule):
-            raise TypeError(
-                f"rho_schedule must be a function of the step, got {self.rho_schedule!r}; for example Cosine(steps)"
-            )
         if not is_within(self.ascent_fraction, 0, 1) or self.ascent_fraction == 0:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}; the paper tries 0.25")
         if self.ascent == "implicit" and self.norm == "full":
@@ -56,12 +58,23 @@ class Options:
             )
         if self.is_implicit and not self.engine:
             raise ValueError(f"engine must be True with ascent={self.ascent!r}, whose gradients the engine computes")
-        for option, only in (("ascent", "explicit"), ("ascent_scope", "global")):
-            if self.ascent_steps > 1 and getattr(self, option) != only:
+        if self.ascent_steps > 1:
+            why = "it holds for the first of several ascent steps only"
+            self._refuse(f"ascent_steps={self.ascent_steps}", {"ascent": why, "ascent_scope": why})
+
+    def _refuse(self, by: str, refused: Mapping[str, str]) -> None:
+        """Raise for options, ``{option: why}``, that do not have their defaults."""
+        defaults = {option.name: option.default for option in fields(self)}
+        for option, why in refused.items():
+            if getattr(self, option) != defaults[option]:
                 raise ValueError(
-                    f"{option} must be {only!r} with ascent_steps={self.ascent_steps}, got {getattr(self, option)!r}: "
-                    "it holds for the first of several ascent steps only"
+                    f"{option} must be {defaults[option]!r} with {by}, got {getattr(self, option)!r}: {why}"
                 )
+
+    def check_method(self, method: str, passes: int, refused: Mapping[str, str]) -> None:
+        """Raise for options that the method cannot have: those of a first pass, and ``refused``, {option: why}."""
+        needing = ("ascent_fraction", "ascent_scope", "ascent", "ascent_steps") if passes == 1 else ()
+        self._refuse(method, {**dict.fromkeys(needing, "it has no first pass"), **refused})
 
     def check_model(self, model: object) -> None:
         if self.ascent_scope == "local" and not isinstance(model, nn.parallel.DistributedDataParallel):
@@ -86,17 +99,6 @@ class Options:
                 "what the mask saves"
             )
 
-    def check_method(self, method: str, passes: int, refused: Mapping[str, str]) -> None:
-        """Raise for options that the method cannot have: those of a first pass, and ``refused``, {option: why}."""
-        if passes == 1:
-            needing = ("ascent_fraction", "ascent_scope", "ascent", "ascent_steps")
-            refused = {**dict.fromkeys(needing, "it has no first pass"), **refused}
-        defaults = {option.name: option.default for option in fields(self)}
-        for option, why in refused.items():
-            value, default = getattr(self, option), defaults[option]
-            if value != default:
-                raise ValueError(f"{option} must be {default!r} with {method}, got {value!r}: {why}")
-
 
 def require_mask_rule(mask: object) -> None:
     if not isinstance(mask, MaskRule):
@@ -104,3 +106,56 @@ def require_mask_rule(mask: object) -> None:
             f"mask must be a mask rule, got {mask!r}; for example fisher_mask(train_set, loss_fn, sparsity=0.5), "
             "dynamic_mask(...), random_mask(...) or fixed_mask({name: bool tensor})"
         )
+
+
+def check_keywords(keywords: Mapping[str, object]) -> None:
+    """Raise TypeError for those of other packages' optimizers."""
+    if {"lr", "params", "base_optimizer"} & keywords.keys():
+        raise TypeError(f"base must be a torch.optim.Optimizer instance, and model its nn.Module: {_CALL}")
+
+
+def check_base_and_model(base: object, model: object) -> None:
+    if not isinstance(base, Optimizer):
+        raise TypeError(f"base must be a torch.optim.Optimizer instance, got {base!r}; {_CALL}")
+    if isinstance(base, torch.optim.LBFGS):
+        raise TypeError(
+            "base must not be LBFGS: it evaluates the closure several times within a step and compares the losses, "
+            "which has no meaning while weights are perturbed; use a first-order optimizer such as SGD or AdamW"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be the torch.nn.Module that the base optimizer trains, got {model!r}; {_CALL}")
+
+
+# ---- parameter groups --------------------------------------------------------------------------------------------
+
+
+def option_keys(base: Optimizer) -> dict[str, str]:
+    """Returns the keys of our options in the base's parameter groups, by option.
+
+    They have the prefix ``"sam_"`` where the base has an option of the same name: in a group of Adadelta, ``"rho"`` is
+    Adadelta's and ``"sam_rho"`` is the radius of the perturbation.
+    """
+    names = ("rho", "adaptive", "eta", "perturb")
+    return {name: f"sam_{name}" if name in base.defaults else name for name in names}
+
+
+def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    """Raise ValueError for invalid options, naming their keys in the group."""
+    rho, eta, adaptive = (group[keys[option]] for option in ("rho", "eta", "adaptive"))
+    if not is_on_accelerator(rho) and not is_finite(rho.item() if isinstance(rho, Tensor) else rho, 0):
+        raise ValueError(
+            f"{keys['rho']} must be a finite number of at least 0, got {rho}; 0 is the base optimizer, 0.05 is a usual "
+            "start"
+        )
+    if not is_finite(eta, 0):
+        raise ValueError(f"{keys['eta']} must be a finite number of at least 0, got {eta}; ASAM uses 0.01")
+    if adaptive not in (False, True, "all", "layer"):
+        raise ValueError(f'{keys["adaptive"]} must be False, True (weights only), "all" or "layer", got {adaptive!r}')
+
+
+def scale_rho(group: dict[str, Any], key: str, factor: float) -> None:
+    """Set rho to factor * its initial value."""
+    now = group[key]
+    first = group.setdefault(f"initial_{key}", now.clone() if isinstance(now, Tensor) else now)
+    # In place, because a captured CUDA graph reads this tensor.
+    group[key] = now.copy_(first * factor) if isinstance(now, Tensor) else first * factor

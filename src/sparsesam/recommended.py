@@ -33,13 +33,12 @@ def recommended(base: Optimizer, model: nn.Module, rho: float = 0.05, *, cost: f
     """
     if not (isinstance(cost, int | float) and cost >= 1):
         raise ValueError(f"cost must be at least 1, got {cost}; 1 is a step of the base optimizer, 1.25 is the default")
-    if cost < 1 + ASCENT_FRACTION:
-        warnings.warn(
-            f"recommended: for cost={cost}, no method of the study was at least as good as a tuned SGD on every task: "
-            "steps are those of the base optimizer. A cost of 1.25 perturbs; ExtrapolatedSAM, in one pass, gained on "
-            "one task of three",
-            UserWarning,
-            stacklevel=2,
-        )
-        return SAM(base, model, 0.0)
-    return SAM(base, model, rho, ascent_fraction=ASCENT_FRACTION)
+    if cost >= 1 + ASCENT_FRACTION:
+        return SAM(base, model, rho, ascent_fraction=ASCENT_FRACTION)
+    warnings.warn(
+        f"recommended: for cost={cost}, no method of the study was at least as good as a tuned SGD on every task: "
+        "steps are those of the base optimizer. A cost of 1.25 perturbs; ExtrapolatedSAM, in one pass, gained on one "
+        "task of three",
+        stacklevel=2,
+    )
+    return SAM(base, model, 0.0)

@@ -37,9 +37,8 @@ from sparsesam.gradients import (
     takes_batch,
     without_graph,
 )
-from sparsesam.groups import scale_rho
 from sparsesam.masks.mask import MaskRule
-from sparsesam.options import require_mask_rule
+from sparsesam.options import require_mask_rule, scale_rho
 from sparsesam.savings import Savings, Shortcuts
 from sparsesam.utils.restore import RNGState, Snapshot, WarnOfPerturbedWeights, statistics_of
 from sparsesam.wrapper import inside_wrappers

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch.optim import Optimizer
 
-from sparsesam.utils.checks import check_count, is_finite
+from sparsesam.utils.checks import check_count
 
-
-class RhoSchedule(Protocol):
-    """A function of the step 1, 2, 3, … that returns a factor on the initial rho."""
-
-    def __call__(self, step: int) -> float: ...
+#: A function of the step 1, 2, 3, … that returns a factor on the initial rho.
+RhoSchedule = Callable[[int], float]
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """rho_t = rho * min(1, t / steps): a linear warm-up.
-
-    Args:
-        steps: the number of optimizer steps of the warm-up.
+    """rho_t = rho * min(1, t / steps): a linear warm-up over this number of optimizer steps.
 
     Examples:
         >>> opt = sparsesam.SAM(base, model, rho=0.1, rho_schedule=sparsesam.Warmup(500))
@@ -39,20 +33,13 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Cosine:
-    """rho_t falls from rho to final * rho along half a cosine, and stays there.
-
-    Args:
-        steps: the number of optimizer steps of the decay.
-        final: the share of rho that is left at the end.
-    """
+    """rho_t falls from rho to final * rho along half a cosine, in this number of optimizer steps, and stays there."""
 
     steps: int
     final: float = 0.0
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps, "give the number of optimizer steps")
-        if not is_finite(self.final, 0):
-            raise ValueError(f"final must be at least 0, got {self.final}; it is the share of rho left at the end")
 
     def __call__(self, step: int) -> float:
         progress = min(1.0, (step - 1) / self.steps)
@@ -73,11 +60,7 @@ class FollowLearningRate:
 
         rho_t = rho * (final + (1 - final) * (lr_t - min_lr) / (max_lr - min_lr))
 
-    Args:
-        optimizer: the optimizer whose first parameter group holds the learning rate.
-        max_lr: the largest learning rate.
-        min_lr: the smallest.
-        final: the share of rho that is left at ``min_lr``.
+    The learning rate lr_t is that of the optimizer's first parameter group.
     """
 
     optimizer: Optimizer
@@ -90,8 +73,6 @@ class FollowLearningRate:
             raise ValueError(
                 f"max_lr must be above min_lr={self.min_lr}, got {self.max_lr}; for a constant one, leave it out"
             )
-        if not is_finite(self.final, 0):
-            raise ValueError(f"final must be at least 0, got {self.final}; it is the share of rho left at min_lr")
 
     def __call__(self, step: int) -> float:
         rate = float(self.optimizer.param_groups[0]["lr"])

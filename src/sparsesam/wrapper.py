@@ -17,17 +17,16 @@ from sparsesam.checkpoint import OWN, OwnState, SharedState, split_own, with_own
 from sparsesam.distributed.ddp import unwrap
 from sparsesam.distributed.shards import Shards, local_part, refuse_fsdp1
 from sparsesam.gradients import gradients_of
-from sparsesam.groups import check_base, check_call, check_group, named, option_keys
 from sparsesam.masks.mask import MaskRule
+from sparsesam.options import check_group, check_keywords, option_keys
 from sparsesam.perturbation import is_on_accelerator
 
 
 class PerturbedParam(NamedTuple):
-    """A parameter that is perturbed.
+    """A parameter that is perturbed, against its gradient if the base optimizer is to ``maximize`` the loss.
 
     ``rho`` is a tensor if its group holds one on an accelerator (for CUDA graphs), which the host does not read.
-    ``eta`` is ASAM's where T = |w| + eta, None where T = 1, or T = ||w|| with ``layerwise``. ``maximize``: the base
-    optimizer maximizes the loss, so the perturbation goes against the gradient.
+    ``eta`` is ASAM's where T = |w| + eta, None where T = 1, or T = ||w|| with ``layerwise``.
     """
 
     name: str
@@ -47,21 +46,30 @@ class PerturbedParams:
 
     def __init__(self, model: nn.Module, base: Optimizer, names: Mapping[Tensor, str], keys: Mapping[str, str]) -> None:
         self._base, self._keys, self._groups = base, keys, list(base.param_groups)  # references: no id is reused
-        self._depends_on = _what_it_depends_on(base, keys)
+        self._options, self._flags = self._now()
         self._params = list(_listed(base, names, keys))
         self.shards = Shards.of({param.name: param.parameter for param in self})
-        self.renormalized = [
-            weight
-            for module in model.modules()
-            for name, weight in module._parameters.items()
-            if name == "weight" and weight is not None and getattr(module, "max_norm", None) is not None
-        ]
+        embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+        self.renormalized = [module.weight for module in embeddings if module.max_norm is not None]
         self.names = {param.name for param in self}
+
+    def _now(self) -> tuple[list[Any], list[bool]]:
+        """What the list depends on: parameters and options of the groups, and the requires_grad flags."""
+        keys = (*self._keys.values(), "maximize")
+        groups = [
+            (
+                id(group),
+                [id(group[key]) if is_on_accelerator(group.get(key)) else _read(group.get(key)) for key in keys],
+                list(map(id, group["params"])),
+            )
+            for group in self._base.param_groups
+        ]
+        return groups, [parameter.requires_grad for group in self._base.param_groups for parameter in group["params"]]
 
     def is_current(self, *, flags: bool = True) -> bool:
         """Whether groups and their options are unchanged, and the requires_grad ``flags``."""
-        now, then = _what_it_depends_on(self._base, self._keys), self._depends_on
-        return now == then if flags else [group[:-1] for group in now] == [group[:-1] for group in then]
+        options, now = self._now()
+        return options == self._options and (now == self._flags or not flags)
 
     def __iter__(self) -> Iterator[PerturbedParam]:
         return iter(self._params)
@@ -86,17 +94,18 @@ def _read(option: Any) -> Any:
     return float(option) if isinstance(option, Tensor) and not is_on_accelerator(option) else option
 
 
-def _what_it_depends_on(base: Optimizer, keys: Mapping[str, str]) -> list[Any]:
-    options = (*keys.values(), "maximize")
-    return [
-        (
-            id(group),
-            [id(group[key]) if is_on_accelerator(group.get(key)) else _read(group.get(key)) for key in options],
-            list(map(id, group["params"])),
-            [parameter.requires_grad for parameter in group["params"]],
+def _names_of(model: nn.Module, base: Optimizer) -> dict[Tensor, str]:
+    """Returns the names of the model's parameters; raises unless they include all of the optimizer's."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    optimized = [parameter for group in base.param_groups for parameter in group["params"]]
+    unknown = sum(parameter not in names for parameter in optimized)
+    if unknown:
+        raise ValueError(
+            f"model must own every parameter of the base optimizer, but {unknown} of {len(optimized)} are not in "
+            f"{type(model).__name__}; pass the model the optimizer was made for, or an nn.ModuleList of all of them"
         )
-        for group in base.param_groups
-    ]
+    refuse_fsdp1(names)
+    return names
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -126,40 +135,31 @@ class OptimizerWrapper(Optimizer):
     """
 
     own: OwnState
+    _names: dict[Tensor, str]  # of the model's parameters
     _wrapped: weakref.ref[nn.Module] | None = None  # the model as given, possibly a DistributedDataParallel
     _params: PerturbedParams | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> OptimizerWrapper:  # (typing.Self needs Python 3.11)
-        cls._check_call(args, kwargs)
+        check_keywords(kwargs)
         return super().__new__(cls)
 
-    @classmethod
-    def _check_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        check_call(cls.__name__, args, kwargs)
-
     def __init__(self, base: Optimizer, model: nn.Module, own: OwnState, options: dict[str, Any]) -> None:
-        check_base(base)
         if isinstance(base, OptimizerWrapper):
             raise TypeError(f"base must be a plain optimizer, got {type(base).__name__}; wrap its base instead")
-        self.base = base
-        self.model = unwrap(model)
+        self.base, self.model = base, unwrap(model)
         given = {self._keys[option]: value for option, value in options.items()}
         self.defaults = {**base.defaults, **given}
         # torch's hooks, without Optimizer.__init__, which would create a second set of parameter groups.
         Optimizer.__setstate__(self, {})
-        earlier = base.__dict__.get(_WRAPPED_WITH, {})
         for group in base.param_groups:
-            for key, value in earlier.items():
-                before = group.pop(f"initial_{key}", group.get(key))  # a schedule may have changed it
+            for key, earlier in base.__dict__.get(_WRAPPED_WITH, {}).items():
+                value = group.pop(f"initial_{key}", group.get(key, earlier))  # a schedule may have changed it
                 group.pop(key, None)
-                if before is not None and before != value:
-                    group[key] = before
-            self._complete(group)
+                if value != earlier:
+                    group[key] = value
         base.__dict__[_WRAPPED_WITH] = given
-        self._keep_place()
-        self._names = named(self.model, base)
-        refuse_fsdp1(self._names)
         self._wrapped = weakref.ref(model)
+        self._perturbed_params()
         self._start(own)
 
     def _start(self, own: OwnState) -> None:
@@ -173,15 +173,14 @@ class OptimizerWrapper(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Optimizer.__setstate__(self, state)
-        self._names = named(self.model, self.base)
+        self._perturbed_params()
         self._start(state["own"])
 
     def __repr__(self) -> str:
-        options = {key: self.defaults[key] for key in self._keys.values()}
-        settings = ", ".join(f"{key}={value!r}" for key, value in options.items() if key != self._keys["perturb"])
-        mask = "" if self.mask is None else f", mask={type(self.mask).__name__}"
-        base = repr(self.base).replace(f"    {OWN}: {self.base.param_groups[0].get(OWN)}\n", "")
-        return f"{type(self).__name__}({settings}{mask}) around {base}"
+        shown = [f"{key}={self.defaults[key]!r}" for option, key in self._keys.items() if option != "perturb"]
+        shown += [] if self.mask is None else [f"mask={type(self.mask).__name__}"]
+        place = f"    {OWN}: {self.base.param_groups[0].get(OWN)}\n"
+        return f"{type(self).__name__}({', '.join(shown)}) around {repr(self.base).replace(place, '')}"
 
     @property
     def mask(self) -> MaskRule | None:
@@ -215,8 +214,7 @@ class OptimizerWrapper(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.base.add_param_group(param_group)
         try:
-            self._names = named(self.model, self.base)
-            self._complete(self.base.param_groups[-1])
+            self._perturbed_params()
         except ValueError:
             self.base.param_groups.pop()
             raise
@@ -225,8 +223,9 @@ class OptimizerWrapper(Optimizer):
         """Returns the base optimizer's state dict with sparsesam's state added; safe for ``weights_only=True``."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        perturbed = {p.name: p.parameter for p in self._perturbed_params()}
         trained = {self._names[p]: p for group in self.param_groups for p in group["params"] if p.requires_grad}
-        values, tensors = self.own.state_dict({p.name: p.parameter for p in self._perturbed_params()}, trained)
+        values, tensors = self.own.state_dict(perturbed, trained)
         state = with_own(self.base.state_dict(), {**values, "names": self._names_in_order}, tensors)
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -244,18 +243,15 @@ class OptimizerWrapper(Optimizer):
                 "the checkpoint is from a bare base optimizer: its state is loaded, step counters and masks are reset",
                 stacklevel=2,
             )
+            loaded = self.own.reset()
         else:
-            self.own.check(own, tensors, self.model)
-        # A scheduled rho restarts from its initial value.
-        keys = self._keys.values()
-        options = [{key: group.get(f"initial_{key}", group[key]) for key in keys} for group in self.param_groups]
+            loaded = self.own.loaded(own, tensors, self.model, self._parameters)  # raises before anything is changed
+        for saved, group in zip(plain["param_groups"], self.param_groups, strict=False):
+            for key in self._keys.values():
+                saved.setdefault(key, group.get(f"initial_{key}", group[key]))  # a scheduled rho restarts
         self.base.load_state_dict(plain)
-        for group, mine in zip(self.param_groups, options, strict=True):
-            for key, value in mine.items():
-                group.setdefault(key, value)
-        self._keep_place()
-        self._names = named(self.model, self.base)
-        self._start(self.own.reset() if own is None else self.own.loaded(own, tensors, self._parameters))
+        self._start(loaded)
+        self._perturbed_params()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -266,11 +262,6 @@ class OptimizerWrapper(Optimizer):
     @property
     def _names_in_order(self) -> list[str]:
         return [self._names[parameter] for group in self.param_groups for parameter in group["params"]]
-
-    def _keep_place(self) -> None:
-        """Add the key to the groups: torch's flattened state dicts load only the keys that they find there."""
-        if self.base.param_groups:
-            self.base.param_groups[0].setdefault(OWN, None)
 
     def _only_makes_state(self) -> bool:
         """Whether this is the step by which torch.distributed.checkpoint initializes the base optimizer's state.
@@ -286,9 +277,11 @@ class OptimizerWrapper(Optimizer):
         if self._params is None or not self._params.is_current():
             for group in self.param_groups:
                 self._complete(group)
-            refuse_fsdp1(self._names)
-            if any(parameter not in self._names for group in self.param_groups for parameter in group["params"]):
-                self._names = named(self.model, self.base)
+            # torch's flattened state dicts load only the keys that they find in a group.
+            self.param_groups[0].setdefault(OWN, None)
+            optimized = (parameter for group in self.param_groups for parameter in group["params"])
+            if self._params is None or any(parameter not in self._names for parameter in optimized):
+                self._names = _names_of(self.model, self.base)
             self._params = PerturbedParams(self.model, self.base, self._names, self._keys)
         return self._params
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -15,31 +17,25 @@ from tests.distributed.processes import run_ranks
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def bytes_of_a_step(model, make, rank):
-    """Counted in the third step: DDP arranges its buckets in the first, masks are made there too."""
-    opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
-    for seed in range(3):
-        x, y = (t.chunk(2)[rank] for t in cases.images(16, torch.float64, seed=seed))
-        with CountedBytes() as counted:
-            if isinstance(opt, sparsesam.SharpnessAware):
-                opt.minimize(lambda x=x, y=y: torch.nn.functional.cross_entropy(model(x), y))
-            else:
-                opt.step(cases.closure_for(model, opt, x, y))
-    return counted.bytes
-
-
 def bytes_sent(rank):
+    """Counted in the third step: DDP arranges its buckets in the first, masks are made there too."""
     sent = {}
     for name, make in {
-        "SGD": lambda model: lambda base: base,
-        "SAM local": lambda model: lambda base: sparsesam.SAM(base, model, ascent_scope="local"),
-        "SAM global": lambda model: lambda base: sparsesam.SAM(base, model),
-        "classifier local": lambda model: lambda base: classifier(base, model, ascent_scope="local"),
-        "classifier global": lambda model: lambda base: classifier(base, model),
-        "classifier, norm of all": lambda model: lambda base: classifier(base, model, norm="full"),
+        "SGD": lambda base, model: base,
+        "SAM local": functools.partial(sparsesam.SAM, ascent_scope="local"),
+        "SAM global": sparsesam.SAM,
+        "classifier local": functools.partial(classifier, ascent_scope="local"),
+        "classifier global": classifier,
+        "classifier, norm of all": functools.partial(classifier, norm="full"),
     }.items():
         model = DistributedDataParallel(equal_runs.network())
-        sent[name] = bytes_of_a_step(model, make(model), rank)
+        opt = make(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        step = cases.with_closure if name == "SGD" else cases.by_minimize
+        for seed in range(3):
+            batch = (t.chunk(2)[rank] for t in cases.images(16, torch.float64, seed=seed))
+            with CountedBytes() as counted:
+                step(opt, model, *batch)
+        sent[name] = counted.bytes
     return sent
 
 
@@ -92,13 +88,16 @@ def local_and_fisher_of_parts(rank):
         opt = equal_runs.optimizer(kind, model, ascent_scope="local")
         equal_runs.train(model, opt, (rank, 2))
         found[kind] = list(opt.masks.values())
-    model = DistributedDataParallel(equal_runs.network())
     data = tuple(part.chunk(2)[rank] for part in cases.images(32, torch.float64))
-    rule = sparsesam.fisher_mask(data, torch.nn.functional.cross_entropy, sparsity=0.5, samples=16)
-    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=rule)
-    equal_runs.train(model, opt, (rank, 2), range(1))
-    found["fisher of parts"] = list(opt.masks.values())
+    found["fisher of parts"] = fisher_of(data, 16, DistributedDataParallel(equal_runs.network()), (rank, 2))
     return found
+
+
+def fisher_of(data, samples, model, share=(0, 1)):
+    rule = sparsesam.fisher_mask(data, torch.nn.functional.cross_entropy, sparsity=0.5, samples=samples)
+    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=rule)
+    equal_runs.train(model, opt, share, range(1))
+    return list(opt.masks.values())
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +112,8 @@ def test_masks_use_gradients_of_all_ranks(made_from_different_data, kind):
 
 
 def test_fisher_uses_data_of_all_ranks(made_from_different_data):
-    model = equal_runs.network()
-    data = cases.images(32, torch.float64)
-    rule = sparsesam.fisher_mask(data, torch.nn.functional.cross_entropy, sparsity=0.5, samples=32)
-    opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=rule)
-    equal_runs.train(model, opt, steps=range(1))
-    assert cases.same_bits(opt.masks.values(), made_from_different_data[0]["fisher of parts"])
+    expected = fisher_of(cases.images(32, torch.float64), 32, equal_runs.network())
+    assert cases.same_bits(expected, made_from_different_data[0]["fisher of parts"])
 
 
 def wrapped_late(rank):
@@ -127,8 +122,7 @@ def wrapped_late(rank):
     opt = equal_runs.optimizer("fixed layers", model, norm="masked")
     wrapped = DistributedDataParallel(model)
     for seed in range(equal_runs.STEPS):
-        x, y = (tensor.chunk(2)[rank] for tensor in cases.images(16, torch.float64, seed=seed))
-        opt.minimize(lambda x=x, y=y: torch.nn.functional.cross_entropy(wrapped(x), y))
+        cases.by_minimize(opt, wrapped, *(t.chunk(2)[rank] for t in cases.images(16, torch.float64, seed=seed)))
     return *equal_runs.reached(model, opt), opt.savings()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 BASES = {
     "sgd": cases.sgd,
-    "sgd without momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "sgd without momentum": lambda model: cases.sgd(model, momentum=0),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
 }
 
@@ -36,8 +37,7 @@ def make(kind, base, seed=0):
     return model, equal_runs.optimizer(kind, model, base=BASES[base])
 
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-LAYOUTS = {"nested": StateDictOptions(), "flat": FLAT}
+LAYOUTS = {"nested": StateDictOptions(), "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
 needs_flat = pytest.mark.skipif(torch.__version__ < "2.10", reason="flattened states with masks need torch 2.10")
 NESTED_AND_FLAT = ["nested", pytest.param("flat", marks=needs_flat)]
 
@@ -62,40 +62,23 @@ def test_round_trip_into_new_or_used_optimizer(kind, base, layout, used):
     cases.assert_same_masks(opt, resumed)
 
 
+def in_groups(model, perturb, order):
+    last, others = [*model[5].parameters()][::order], [*model[:5].parameters()][::order]
+    return torch.optim.SGD([{"params": last}, {"params": others, "perturb": perturb}], lr=0.1, momentum=0.9)
+
+
 @pytest.mark.parametrize("layout", NESTED_AND_FLAT)
-def test_reordered_parameters_keep_masks(layout):
-    def in_groups(model):
-        return torch.optim.SGD([{"params": [*model[5].parameters()]}, {"params": [*model[:5].parameters()]}], lr=0.1)
-
-    def other_groups(model):
-        groups = [{"params": [model[5].bias, model[5].weight]}, {"params": [*model[:5].parameters()][::-1]}]
-        return torch.optim.SGD(groups, lr=0.1)
-
+@pytest.mark.parametrize("perturb", [True, False])
+def test_masks_of_reordered_and_of_unperturbed_parameters_are_kept(perturb, layout):
     model, again = equal_runs.network(), equal_runs.network()
-    opt = equal_runs.optimizer("fixed", model, base=in_groups)
+    opt, resumed = (
+        equal_runs.optimizer("random", m, base=partial(in_groups, perturb=perturb, order=order))
+        for m, order in ((model, 1), (again, -1))
+    )
     equal_runs.train(model, opt, steps=range(3))
     state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=LAYOUTS[layout]))
-    resumed = equal_runs.optimizer("random", again, base=other_groups)
     set_optimizer_state_dict(again, resumed, state, options=LAYOUTS[layout])
-    cases.assert_same_masks(opt, resumed)
-
-
-@pytest.mark.parametrize("layout", NESTED_AND_FLAT)
-def test_unperturbed_parameters_have_no_mask(layout):
-    def last_layer_alone(model):
-        groups = [{"params": [*model[:5].parameters()], "perturb": False}, {"params": [*model[5].parameters()]}]
-        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-
-    found = []
-    for steps in (range(3), range(0)):
-        model = equal_runs.network()
-        opt = equal_runs.optimizer("random", model, base=last_layer_alone)
-        equal_runs.train(model, opt, steps=steps)
-        found.append((model, opt))
-    (model, opt), (again, resumed) = found
-    state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=LAYOUTS[layout]))
-    set_optimizer_state_dict(again, resumed, state, options=LAYOUTS[layout])
-    assert opt.masks.keys() == resumed.masks.keys() == {"5.weight", "5.bias"}
+    assert len(opt.masks) == (6 if perturb else 2)
     cases.assert_same_masks(opt, resumed)
 
 

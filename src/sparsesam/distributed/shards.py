@@ -90,13 +90,9 @@ class ShardLayout:
                 whole = whole.index_select(dim, index.to(whole.device))
         return whole
 
-    @property
-    def is_whole(self) -> bool:
-        return all(len(index) == size for index, size in zip(self.indices, self.shape, strict=True))
-
     def positions(self, entries: Tensor) -> Tensor:
         """Map flat indices of this rank's part to flat indices of the whole tensor."""
-        if self.is_whole:
+        if all(len(index) == size for index, size in zip(self.indices, self.shape, strict=True)):
             return entries
         places, rest, stride = torch.zeros_like(entries), entries, 1
         for size, index in zip(reversed(self.shape), reversed(self.indices), strict=True):
@@ -148,12 +144,8 @@ class Shards:
         mesh = max((parameter.device_mesh for parameter in sharded), key=lambda mesh: mesh.size())
         return cls({name: _part(parameter, mesh) for name, parameter in parameters.items()}, mesh)
 
-    def only(self, *names: str) -> Shards:
-        return self.with_parts({name: self.parts[name] for name in names})
-
-    def with_parts(self, parts: Mapping[str, ShardLayout]) -> Shards:
-        """Returns the layout of other tensors over the same ranks."""
-        return Shards(parts, self._mesh)
+    def only(self, name: str) -> Shards:
+        return Shards({name: self.parts[name]}, self._mesh)
 
     @property
     def total(self) -> int:

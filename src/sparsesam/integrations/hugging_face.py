@@ -5,13 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sparsesam.integrations.accelerate import AccumulatedPasses
 from sparsesam.integrations.extras import required_by
 from sparsesam.integrations.metrics import step_metrics
-from sparsesam.sam import SharpnessAware
 
 with required_by("sparsesam.integrations.hugging_face", '"sparsesam[huggingface]"'):
     from transformers import Trainer
@@ -34,22 +32,12 @@ class SharpnessAwareTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         if self._passes is None:
-            self._passes = AccumulatedPasses(self.accelerator, model, self._sharpness_aware())
-        here, there = self._passes.run(partial(super().training_step, model, inputs, *args, **kwargs))
-        return here if here is not None else sum(there, torch.zeros((), device=self.args.device))
+            optimizer: Any = self.optimizer
+            self._passes = AccumulatedPasses(self.accelerator, model, optimizer)
+        return self._passes.run(partial(super().training_step, model, inputs, *args, **kwargs))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add `step_metrics` to the training logs, for every reporter."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        if "loss" in logs and isinstance(optimizer, SharpnessAware):
-            logs = {**logs, **step_metrics(optimizer)}
+        if "loss" in logs and self._passes is not None:
+            logs = {**logs, **step_metrics(self._passes.optimizer)}
         super().log(logs, *args, **kwargs)
-
-    def _sharpness_aware(self) -> SharpnessAware:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        if not isinstance(optimizer, SharpnessAware):
-            raise TypeError(
-                f"optimizers must hold sparsesam's SAM or SSAM, got {type(optimizer).__name__}; write "
-                "optimizers=(sparsesam.SAM(base, model, rho=0.05), None), or use transformers' own Trainer"
-            )
-        return optimizer

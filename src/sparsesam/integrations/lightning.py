@@ -2,7 +2,7 @@
 
 - ``accumulate_grad_batches``: the callback `AccumulatedAscent`;
 - ``precision="16-mixed"``: the plugin `SharpnessAwareMixedPrecision`;
-- rho, sparsity, gradient norms and skipped steps in its loggers: the callback `SharpnessAwareMonitor`.
+- rho, sparsity, gradient norm and skipped steps in its loggers: the callback `SharpnessAwareMonitor`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsesam.gradients import OutsideGradients
 from sparsesam.integrations.extras import required_by
-from sparsesam.integrations.metrics import gradient_norm, step_metrics
+from sparsesam.integrations.metrics import step_metrics
 from sparsesam.sam import SharpnessAware
 from sparsesam.utils.restore import RNGSnapshot, RNGState, Snapshot, statistics_of
 
@@ -30,21 +29,17 @@ if TYPE_CHECKING:
 else:
     # Both packages may be installed, with separate classes; prefer the one that is already imported.
     _names = ("lightning.pytorch", "pytorch_lightning")
-    try:
-        _lightning = import_module(next((name for name in _names if name in sys.modules), _names[0]))
-    except ImportError:
-        with required_by("sparsesam.integrations.lightning", '"sparsesam[lightning]"'):
-            _lightning = import_module(_names[1])
+    _default = _names[0] if "lightning" in sys.modules or find_spec("lightning") else _names[1]
+    with required_by("sparsesam.integrations.lightning", '"sparsesam[lightning]"'):
+        _lightning = import_module(next((name for name in _names if name in sys.modules), _default))
     Callback, MixedPrecision = _lightning.Callback, _lightning.plugins.MixedPrecision
 
 
 class AccumulatedAscent(Callback):
     """Runs the second pass of ``Trainer(accumulate_grad_batches=n)`` over all n batches, like the first.
 
-    Lightning's closure runs the last batch only; the gradients of the earlier batches are already accumulated. That
-    is enough for the ascent, but the gradient at w + e would be that of one batch, divided by n. This callback
-    reruns the other batches in the second pass, with their original random numbers. Without it, the optimizer
-    rejects such a closure.
+    Lightning's closure runs the last batch only. This callback reruns the others at w + e, with their original random
+    numbers; without it, the optimizer rejects the closure.
 
     In steps with a single pass at w + e, gradients at w are not needed: batches before the last run only their
     forward at w, for what ``training_step`` logs, and normalization statistics are left unchanged.
@@ -52,7 +47,6 @@ class AccumulatedAscent(Callback):
 
     def __init__(self) -> None:
         self._batches: list[tuple[tuple[Any, ...], RNGSnapshot]] = []
-        self._outside: OutsideGradients | None = None
         self._statistics: Snapshot | None = None  # set during a forward-only batch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -60,9 +54,7 @@ class AccumulatedAscent(Callback):
         # Stochastic weight averaging (SWA) ends with an epoch without backward passes.
         optimizer.closure_accumulates = not trainer.fit_loop._skip_backward
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            if self._outside is not None:  # the last step had no second pass
-                self._outside.release()
-            self._batches, self._outside = [], OutsideGradients(pl_module, optimizer.base)
+            self._batches = []
         if optimizer.closure_accumulates:
             takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
             arguments = (batch, batch_idx) if takes_index else (batch,)
@@ -79,15 +71,6 @@ class AccumulatedAscent(Callback):
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         self.on_train_batch_end(trainer)
-        self.on_train_end()
-
-    def on_train_end(self, *_: Any) -> None:
-        if self._outside is not None:
-            self._outside.release()
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if _sharpness_aware(trainer).is_perturbed:
-            self._start_second_pass()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Called after each pass over the last batch, before clipping."""
@@ -96,7 +79,6 @@ class AccumulatedAscent(Callback):
 
     def run_others_again(self, trainer: Trainer, pl_module: LightningModule, optimizer: SharpnessAware) -> None:
         """Run the batches of this step before the last at w + e; further calls in this step do nothing."""
-        self._start_second_pass()
         optimizer.repeat_micro_batches()
         rng = RNGState(pl_module.parameters())
         now = rng.read()
@@ -112,12 +94,6 @@ class AccumulatedAscent(Callback):
                     trainer.strategy.backward(loss / trainer.accumulate_grad_batches, optimizer)
         pl_module._current_fx_name = hook
         rng.write(now)
-
-    def _start_second_pass(self) -> None:
-        """Discard first-pass gradients of parameters outside the optimizer; those of the second pass remain."""
-        if self._outside is not None:
-            self._outside.restore()
-            self._outside = None
 
 
 class SharpnessAwareMixedPrecision(MixedPrecision):
@@ -154,28 +130,10 @@ class SharpnessAwareMixedPrecision(MixedPrecision):
 
 
 class SharpnessAwareMonitor(Callback):
-    """Logs `step_metrics` and the norm of the gradient at w + e, before clipping, to the Trainer's loggers.
+    """Logs `step_metrics` to the Trainer's loggers."""
 
-    The norm is computed only in steps logged by ``log_every_n_steps``.
-    """
-
-    def __init__(self) -> None:
-        self._gradient_norm: float | None = None
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Called after each pass, or once per step by `SharpnessAwareMixedPrecision`."""
-        opt = _sharpness_aware(trainer)
-        is_last = opt.is_perturbed or not opt.needs_first_pass
-        is_last = is_last or isinstance(trainer.precision_plugin, SharpnessAwareMixedPrecision)
-        if is_last and (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self._gradient_norm = gradient_norm(opt)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         metrics = step_metrics(_sharpness_aware(trainer))
-        if self._gradient_norm is not None:
-            metrics["sam/gradient_norm"], self._gradient_norm = self._gradient_norm, None
         self.log_dict(metrics, on_step=True, on_epoch=False)  # type: ignore[attr-defined]
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
-from sparsesam.gradients import gradients_of
 from sparsesam.sam import SharpnessAware
 
 
@@ -24,13 +21,3 @@ def step_metrics(optimizer: SharpnessAware) -> dict[str, float]:
     for number, group in enumerate(optimizer.param_groups):
         found[f"sam/rho/{number}" if number else "sam/rho"] = group[optimizer.rho_key]
     return {name: float(value) for name, value in found.items() if value is not None}
-
-
-@torch.no_grad()
-def gradient_norm(optimizer: SharpnessAware) -> float:
-    """Returns the norm of the current gradients: after ``perturbed()``, those at w + e."""
-    dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients_of(optimizer.base)]
-    if not dense:
-        return 0.0
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64).cpu() for gradient in dense]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
