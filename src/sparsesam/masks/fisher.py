@@ -2,9 +2,8 @@
 
     F = 1/N sum_i (grad_w loss(w; x_i, y_i))^2
 
-This is a loop over single samples, which works for any model. A formula per kind of layer, applied to one pass over a
-batch, was 1.1 times as fast for ResNet-18. `torch.func.vmap` of the gradient is at best as fast as the loop there and
-1.3 times as fast for a small transformer encoder, but not every model can be mapped (python -m benchmarks fisher).
+This is a loop over single samples, which works for any model. `torch.func.vmap` of the gradient was at best as fast for
+ResNet-18 and 1.3 times as fast for a small transformer encoder (python -m benchmarks fisher).
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ def fisher_diagonal(
     """Computes the diagonal of the Fisher information over the samples of ``batches``, one gradient per sample.
 
     The model runs in evaluation mode with frozen statistics and is restored afterwards. Returns ``values``, a tensor
-    for each parameter, and ``samples``, their number.
+    for each parameter (of a sharded one, this rank's part; all ranks then run the same samples), and ``samples``, the
+    number of samples.
 
     Args:
         model: any module.
@@ -67,18 +67,9 @@ def fisher_diagonal(
         >>> diagonal.values["0.weight"].shape == model[0].weight.shape
         True
     """
-    return fisher_of(Problem(loss_fn, model_loss, labels, generator), model, batches, parameters)
-
-
-def fisher_of(
-    problem: Problem,
-    model: nn.Module,
-    batches: Iterable[Any],
-    parameters: Mapping[str, Tensor] | None,
-    shards: Shards | None = None,
-) -> FisherDiagonal:
-    """With ``shards``, returns this rank's part of the diagonal; all ranks run the same samples."""
+    problem = Problem(loss_fn, model_loss, labels, generator)
     measured = _measured_parameters(model, parameters)
+    shards = Shards.of(measured)
     device = next(iter(measured.values())).device if shards is None else shards.mesh.device_type
     with ExitStack() as stack:
         # FSDP2 does not support changing requires_grad after wrapping.

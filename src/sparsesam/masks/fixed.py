@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ class FixedMask(MaskRule):
     types: tuple[LayerType, ...]
     refresh = None
     seed = 0
-    knows_shards = True
+    knows_shards: ClassVar[bool] = True
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
         check_like_parameters("masks", self.masks, context.parameters, _PERTURBED)

@@ -31,11 +31,8 @@ class MaskRule(ABC):
     seed: int
     #: whether the purpose is to save time, which norm="full" would prevent
     needs_masked_norm: ClassVar[bool] = False
-
-    @property
-    def knows_shards(self) -> bool:
-        """Whether `make` supports a context with shards, and then returns this rank's part of the masks."""
-        return False
+    #: whether `make` supports a context with shards, and then returns this rank's part of the masks
+    knows_shards: ClassVar[bool] = False
 
     @property
     def needs_gradient(self) -> bool:
@@ -70,6 +67,7 @@ class Mask(MaskRule):
     refresh: int | None = None
     seed: int = 0
     keep: Literal["largest", "smallest"] = "largest"
+    knows_shards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, Pattern):
@@ -80,10 +78,6 @@ class Mask(MaskRule):
         if self.refresh is not None:
             check_count("refresh", self.refresh, "it is the number of steps between two masks, None for one mask")
         check_choice("keep", self.keep, ("largest", "smallest"))
-
-    @property
-    def knows_shards(self) -> bool:
-        return self.pattern.knows_shards
 
     @property
     def needs_gradient(self) -> bool:
