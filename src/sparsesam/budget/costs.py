@@ -8,8 +8,8 @@ With P the perturbed parameters, a step of ``minimize`` with norm="masked" costs
   + moving P to w + e and back
 
 Operations are counted, so that a cost is the same on every machine: the multiply-adds of products, and one for each
-entry that other operations compute. Python code and memory traffic are not counted: for ResNet-18 and a small ViT,
-predictions were 4 to 9 % below the CPU time of a step (batches of 16 and 32, one thread; python -m benchmarks budget).
+entry that other operations compute. Python code and memory traffic are not counted: predictions were 4 to 9 % below the
+CPU time of a step (python -m benchmarks budget).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,9 +51,10 @@ class StepCosts:
     shapes: Mapping[str, torch.Size]  # of the trainable parameters
     first_use: Mapping[str, int]  # the first operation that reads each parameter; unused ones are left out
     second_forward: Floats  # its cost, by the first operation that reads a perturbed parameter
-    backward: Floats  # by operation
-    needed: Flags  # by operation of the backward and parameter: whether the parameter's gradient needs it
-    filters: Mapping[str, float]  # dW of a quarter of the filters, where they can be computed alone
+    backward: Floats  # by operation that several gradients need; 0 for others
+    needed: Mapping[str, Flags]  # by parameter and operation of the backward: whether the parameter's gradient needs it
+    own: Mapping[str, float]  # by parameter, of operations that no other gradient needs: usually dW
+    filters: Mapping[str, float]  # the same for a quarter of the filters, where they can be computed alone
     base: float  # a forward and a backward; the base optimizer's update costs little beside them
 
     def step(self, masks: Mapping[str, Tensor]) -> float:
@@ -72,28 +72,17 @@ class StepCosts:
         names = list(names)
         if not names:
             return 0.0
-        used = self.needed[:, [self._columns[name] for name in names]].any(1) & (self.needed.sum(1) > 1)
+        used = np.any([self.needed[name] for name in names], axis=0)
         return float(self.second_forward[min(self.first_use[name] for name in names)] + self.backward[used].sum())
 
     def perturbing(self, name: str, share: float, *, sliced: bool = True) -> float:
         """Returns the cost of dW of a share of a parameter's filters, and of moving them to w + e and back."""
-        gradient = float(share > 0) * self._own[self._columns[name]]
-        if sliced and name in self.filters and share > 0:
+        if share == 0:
+            return 0.0
+        gradient = self.own[name]
+        if sliced and name in self.filters:
             gradient -= (1 - share) / 0.75 * (gradient - self.filters[name])  # linear in the share
-        return float(gradient + share * self.shapes[name].numel() * _MOVING)
-
-    @cached_property
-    def _columns(self) -> dict[str, int]:
-        return {name: column for column, name in enumerate(self.shapes)}
-
-    @cached_property
-    def _own(self) -> Floats:
-        return _own_costs(self.backward, self.needed)
-
-
-def _own_costs(backward: Floats, needed: Flags) -> Floats:
-    """Returns, by parameter, the cost of the operations that no other gradient needs: usually its weight gradient."""
-    return np.asarray((backward * (needed.sum(1) == 1)) @ needed)
+        return gradient + share * self.shapes[name].numel() * _MOVING
 
 
 def step_costs(model: nn.Module, example_input: Any) -> StepCosts:
@@ -113,17 +102,19 @@ def step_costs(model: nn.Module, example_input: Any) -> StepCosts:
             module.training = True
         trace = _traced(model, inputs, parameters, {})
         some = _traced(model, inputs, parameters, _every_fourth_filter(parameters.values()))
-    forward, backward, needed = np.array(trace.forward), np.array(trace.backward), trace.needed()
+    forward, backward, rows = np.array(trace.forward), np.array(trace.backward), np.array(trace.needed, dtype=object)
     place, first = np.arange(len(forward)), np.arange(len(forward) + 1)[:, None]
     runs_again = (place >= first) | ~np.array(trace.is_reusable) | (np.array(trace.freed) <= first)
-    dw = zip(parameters, _own_costs(np.array(some.backward), some.needed()), _own_costs(backward, needed), strict=True)
+    own, quarter = trace.own_costs(), some.own_costs()
+    single = set(trace.bits.values())
     return StepCosts(
         shapes={name: p.shape for name, p in parameters.items()},
         first_use=trace.first_use,
         second_forward=runs_again @ forward,
-        backward=backward,
-        needed=needed,
-        filters={name: quarter for name, quarter, whole in dw if quarter < whole},
+        backward=np.where([row in single for row in trace.needed], 0.0, backward),
+        needed={name: (rows & bit).astype(bool) for name, bit in trace.bits.items()},
+        own=own,
+        filters={name: cost for name, cost in quarter.items() if cost < own[name]},
         base=float(forward.sum() + backward.sum()),
     )
 
@@ -176,10 +167,6 @@ class MultiplyAdds(TorchDispatchMode):
         super().__init__()
         self.products = self.others = 0.0
 
-    @property
-    def total(self) -> float:
-        return self.products + self.others
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         products, others = multiply_adds(func, args, kwargs or {}, result)
@@ -198,17 +185,19 @@ class _Trace(TorchDispatchMode):
         self.freed: list[float] = []  # the operation before which the output was freed
         self.first_use: dict[str, int] = {}
         self.backward: list[float] = []
-        self._needed: list[int] = []  # a bit for each parameter
-        self._names: dict[int, list[str]] = defaultdict(list)
-        for name, parameter in parameters.items():
-            self._names[storage_of(parameter)].append(name)
-        self._bits = {id(parameter): 1 << column for column, parameter in enumerate(parameters.values())}
+        self.needed: list[int] = []  # by operation of the backward, the bits of parameters whose gradients need it
+        self.bits = {name: 1 << column for column, name in enumerate(parameters)}
+        self._parameters = parameters
         self._alive: dict[int, tuple[int, StorageWeakRef]] = {}  # by storage: the operation that made it
         self._leads_to: dict[Any, int] = {}  # by node of the graph, the parameters
         self._waiting: list[tuple[list[tuple[float, Any]], Any]] = []  # costs and outputs, inputs
 
-    def needed(self) -> Flags:
-        return np.array([[bool(row & bit) for bit in self._bits.values()] for row in self._needed])
+    def own_costs(self) -> dict[str, float]:
+        """Returns, by parameter, the cost of the operations that no other gradient needs."""
+        costs: dict[int, float] = defaultdict(float)
+        for cost, row in zip(self.backward, self.needed, strict=True):
+            costs[row] += cost
+        return {name: costs[bit] for name, bit in self.bits.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -226,8 +215,8 @@ class _Trace(TorchDispatchMode):
             if reference.expired():
                 del self._alive[storage]
                 self.freed[maker] = min(place, self.freed[maker])
-        for storage in read if not kind.is_view else ():
-            for name in self._names.get(storage, ()):
+        for name, parameter in self._parameters.items() if not kind.is_view else ():
+            if storage_of(parameter) in read:
                 self.first_use.setdefault(name, place)
         for storage in _storages(operators.written_by(kind, args, kwargs)).keys() & self._alive.keys():
             self.is_reusable[self._alive[storage][0]] = False
@@ -247,7 +236,8 @@ class _Trace(TorchDispatchMode):
         """Around the backward of these outputs."""
         nodes = set(nodes_of([tensor.grad_fn for tensor in outputs]))
         leaves = {node: leaf for node in nodes if (leaf := leaf_of(node)) is not None}
-        self._leads_to = {node: self._bits.get(id(leaf), 0) for node, leaf in leaves.items()}
+        bits = {id(parameter): self.bits[name] for name, parameter in self._parameters.items()}
+        self._leads_to = {node: bits.get(id(leaf), 0) for node, leaf in leaves.items()}
         for node in sorted(nodes - leaves.keys(), key=lambda node: node._sequence_nr()):  # made after those it leads to
             self._leads_to[node] = 0
             for following, _ in node.next_functions:
@@ -274,8 +264,8 @@ class _Trace(TorchDispatchMode):
                 for storage in _storages(made):
                     row |= needed[storage]
                 self.backward.append(cost)
-                self._needed.append(row or self._leads_to[node])
-                of_all |= self._needed[-1]
+                self.needed.append(row or self._leads_to[node])
+                of_all |= self.needed[-1]
             for storage in _storages(inputs):
                 needed[storage] |= of_all
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""The mask rule for a budget: the units with the largest total score that fit, and a report of what was chosen."""
+"""The mask rule for a budget: the units with the largest total score that fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -23,26 +23,6 @@ BudgetUnit = Literal["tensor", "filter"]
 Frontier = tuple[float, dict[str, Floats]]
 
 
-class BudgetReport(NamedTuple):
-    """What is perturbed within a budget; costs are in steps of the base optimizer."""
-
-    budget: float
-    predicted: float
-    frontier: str | None  # the first perturbed parameter
-    share: float
-    rows: dict[str, tuple[float, float]]  # by parameter: the cost of perturbing it alone, and its perturbed share
-
-    def __str__(self) -> str:
-        width = max(map(len, self.rows))
-        lines = [
-            f"budget {self.budget:.3f}, predicted {self.predicted:.3f} steps of the base optimizer",
-            f"{self.share:.1%} of the weights are perturbed, the first of them in {self.frontier}",
-            f"{'parameter':{width}} {'alone':>6} {'perturbed':>10}",
-            *(f"{name:{width}} {alone:6.3f} {share:10.1%}" for name, (alone, share) in self.rows.items()),
-        ]
-        return "\n".join(lines)
-
-
 @dataclass(frozen=True, eq=False)
 class BudgetMask(MaskRule):
     """Perturbs the units with the largest total score that a step of the given cost can perturb.
@@ -51,8 +31,7 @@ class BudgetMask(MaskRule):
 
     Without a score, that of a weight is its squared gradient.
     Every parameter is tried as the frontier, the earliest that is perturbed. From there on, the budget goes to the
-    parameters, or to their filters, with the largest scores per cost; normalization parameters and biases cost almost
-    nothing. It needs ``norm="masked"``: with "full", every gradient is computed.
+    parameters, or to their filters, with the largest scores per cost. With ``norm="full"`` every gradient is computed.
     """
 
     needs_masked_norm: ClassVar[bool] = True
@@ -105,19 +84,6 @@ class BudgetMask(MaskRule):
         for name, mask in masks.items():
             mask.zero_().view(counts[name], -1)[chosen.get(name, [])] = True
         return masks
-
-    def report(self, masks: Mapping[str, Tensor]) -> BudgetReport:
-        """Returns what these masks (usually ``opt.masks``) perturb and cost."""
-        if not masks:
-            raise ValueError("masks must not be empty; opt.masks is empty before the first step")
-        rows = {
-            name: (self.costs.step({name: torch.ones_like(masks[name])}), masks[name].double().mean().item())
-            for name in sorted(masks.keys() & self.costs.first_use.keys(), key=self.costs.first_use.__getitem__)
-        }
-        frontier = next((name for name, (_, share) in rows.items() if share > 0), None)
-        kept = sum(int(mask.count_nonzero()) for mask in masks.values())
-        share = kept / max(1, sum(mask.numel() for mask in masks.values()))
-        return BudgetReport(self.budget, self.costs.step(masks), frontier, share, rows)
 
     def _unit_count(self, name: str) -> int:
         """The number of filters, if they can be computed separately; otherwise 1, the tensor itself."""
@@ -242,7 +208,8 @@ def budget_mask(
         model: the model that is trained.
         example_input: a batch of inputs as in training, on which the operations of a pass are counted.
         budget: what a step may cost, in steps of the base optimizer; SAM costs about 2. Operations are counted, which
-            is reproducible; the time of a step may be up to a tenth longer.
+            is reproducible; the time of a step may be up to a tenth longer. ``rule.costs.step(opt.masks)`` is the cost
+            of what was chosen.
         data: the data on which Fisher information is measured, as in `fisher_mask`. Without it, ``score`` is used.
         loss_fn: as in `fisher_mask`.
         samples: as in `fisher_mask`.
@@ -256,7 +223,7 @@ def budget_mask(
         >>> rule = sparsesam.budget_mask(model, x, budget=1.5)
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=rule, norm="masked")
         >>> loss = opt.step(closure)
-        >>> rule.report(opt.masks).predicted <= 1.5
+        >>> rule.costs.step(opt.masks) <= 1.5
         True
     """
     if score is not None and data is not None:
