@@ -101,7 +101,8 @@ def step_costs(model: nn.Module, example_input: Any) -> StepCosts:
         for module in model.modules() if not model.training else ():
             module.training = True
         trace = _traced(model, inputs, parameters, {})
-        some = _traced(model, inputs, parameters, _every_fourth_filter(parameters.values()))
+        wanted = {p: want for p in parameters.values() if (want := _every_fourth_filter(p)) is not None}
+        some = _traced(model, inputs, parameters, wanted)
     forward, backward, rows = np.array(trace.forward), np.array(trace.backward), np.array(trace.needed, dtype=object)
     place, first = np.arange(len(forward)), np.arange(len(forward) + 1)[:, None]
     runs_again = (place >= first) | ~np.array(trace.is_reusable) | (np.array(trace.freed) <= first)
@@ -125,33 +126,24 @@ def _traced(
     """Run a forward and a backward; ``wanted``: the filters of which dW is computed, in layers that can."""
     layers, trace = FilterLayers(wanted), _Trace(parameters)
     with layers, trace:
-        output = call_model(model, inputs)
-    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_in(call_model(model, inputs)) if tensor.requires_grad]
     if not outputs:
-        raise ValueError(
-            "model must return a tensor that depends on its parameters, got none in its output for example_input"
-        )
+        raise ValueError("model must return a tensor that depends on its parameters, got none for example_input")
     with layers.narrowed(), trace.following(outputs):
         seeds = [torch.ones_like(tensor) for tensor in outputs]
         torch.autograd.grad(outputs, list(parameters.values()), seeds, allow_unused=True)
     return trace
 
 
-def _every_fourth_filter(parameters: Iterable[Tensor]) -> dict[Tensor, WeightGradient]:
-    found = {}
-    for parameter in parameters:
-        kept = torch.zeros_like(parameter, dtype=torch.bool)
-        kept[::4] = True
-        want = weight_gradient(PackedMask.pack(kept), parameter, ascent="explicit", norm="masked")
-        if want is not None:
-            found[parameter] = want
-    return found
+def _every_fourth_filter(parameter: Tensor) -> WeightGradient | None:
+    kept = torch.zeros_like(parameter, dtype=torch.bool)
+    kept[::4] = True
+    return weight_gradient(PackedMask.pack(kept), parameter, ascent="explicit", norm="masked")
 
 
 def multiply_adds(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, float]:
     """Returns the multiply-adds of a matrix product or convolution, and the entries that another operation computes."""
-    count = flop_registry.get(func._overloadpacket)
-    if count is not None:
+    if count := flop_registry.get(func._overloadpacket):
         return count(*args, **kwargs, out_val=result) / 2, 0.0
     entries = 0 if func.is_view else sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
     return 0.0, float(entries)
@@ -275,10 +267,9 @@ def _parts(func: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[float, 
     """Returns the cost of an operation and what it made; of a convolution, separately for dX, dW and db."""
     if func is not torch.ops.aten.convolution_backward.default:
         return [(sum(multiply_adds(func, args, kwargs, result)), result)]
-    others = args[:-1]
-    alone = ([place == other for other in range(3)] for place in range(3))
+    alone = ([True, False, False], [False, True, False], [False, False, True])
     made = [(mask, part) for mask, part in zip(alone, result, strict=True) if part is not None]
-    return [(sum(multiply_adds(func, (*others, mask), kwargs, result)), part) for mask, part in made]
+    return [(sum(multiply_adds(func, (*args[:-1], mask), kwargs, result)), part) for mask, part in made]
 
 
 def _storages(*trees: Any) -> dict[int, Tensor]:

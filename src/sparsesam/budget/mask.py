@@ -70,8 +70,7 @@ class BudgetMask(MaskRule):
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
         # Contiguous, whatever the memory format of the weights.
         masks = {name: torch.ones(p.shape, dtype=torch.bool, device=p.device) for name, p in context.parameters.items()}
-        unknown = [name for name in masks if name not in self.costs.shapes]
-        if unknown:
+        if unknown := [name for name in masks if name not in self.costs.shapes]:
             raise ValueError(
                 f"costs must be those of the model being trained, but {unknown[0]!r} is not among them; "
                 "make a new rule with budget_mask(model, ...) after freezing or unfreezing layers"
@@ -79,7 +78,8 @@ class BudgetMask(MaskRule):
         if self.costs.step(masks) <= self.budget:
             return masks
         counts = {name: self._unit_count(name) for name in masks}
-        scores = unit_sums(_squared_gradients(context) if self.score is None else self.score(context), counts)
+        squares = {name: context.gradient(name).square() for name in masks}
+        scores = unit_sums(squares if self.score is None else self.score(context), counts)
         chosen = best_units(self._frontiers(context.parameters), scores, self._allowance)
         for name, mask in masks.items():
             mask.zero_().view(counts[name], -1)[chosen.get(name, [])] = True
@@ -118,16 +118,10 @@ class BudgetMask(MaskRule):
         return frontiers
 
 
-def _squared_gradients(context: ScoreContext) -> dict[str, Tensor]:
-    return {name: context.gradient(name).square() for name in context.parameters}
-
-
 def _least(frontiers: Sequence[Frontier], names: Mapping[str, Any]) -> float:
     """Returns the cost of perturbing the cheapest unit of these parameters."""
-    costs = (
-        fixed + float(item[1:].min()) for fixed, items in frontiers for name, item in items.items() if name in names
-    )
-    return min(costs, default=math.inf)
+    priced = [(fixed, items[name]) for fixed, items in frontiers for name in items.keys() & names.keys()]
+    return min((fixed + float(item[1:].min()) for fixed, item in priced), default=math.inf)
 
 
 def unit_sums(scores: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Floats]:
