@@ -17,7 +17,7 @@ from sparsesam.analysis import (
 )
 from sparsesam.analysis.hessian import lanczos, top_eigenpairs
 from tests.analysis.oracles import dense_hessian
-from tests.cases import convnet, images, mlp, vectors
+from tests.cases import mlp, vectors
 
 
 def batches():
@@ -90,12 +90,13 @@ def test_eigenpairs_match_dense_matrix():
     assert found.ratio == pytest.approx(values[-1] / values[-5])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_errors_are_within_tolerance(seed):
-    model = mlp(seed=seed)
-    values = np.linalg.eigvalsh(dense_hessian(model, batches()))[::-1][:5]
-    found = hessian_eigenvalues(objective_of(model), 5, tolerance=1e-3, seed=seed)
-    assert np.all(np.abs(found.eigenvalues - values) <= 1e-3 * values)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(2))
+def test_errors_are_within_tolerance_and_bounds(seed, dtype):
+    values = np.linalg.eigvalsh(dense_hessian(mlp(seed=seed), batches()))[::-1][:5]
+    objective = Objective(mlp(seed=seed).to(dtype), [(x.to(dtype), y) for x, y in batches()], F.cross_entropy)
+    found = hessian_eigenvalues(objective, 5, tolerance=1e-3, seed=seed)
+    assert np.all(np.abs(found.eigenvalues - values) <= np.minimum(found.error_bounds + 1e-5 * values, 1e-3 * values))
     assert found.products < 60
 
 
@@ -114,14 +115,6 @@ def test_layer_restriction_is_diagonal_block():
     found = hessian_eigenvalues(HessianOperator(objective_of(model), parameters="2.*"), 3, tolerance=1e-9)
     assert np.allclose(found.eigenvalues, np.linalg.eigvalsh(dense)[::-1][:3])
     assert found.parameters == ["2.weight", "2.bias"]
-
-
-def test_float32_matches_float64():
-    values = []
-    for dtype in (torch.float32, torch.float64):
-        objective = Objective(convnet(dtype), [images(16, dtype)], F.cross_entropy)
-        values.append(hessian_eigenvalues(objective, 3, tolerance=1e-4).eigenvalues)
-    assert np.allclose(*values, rtol=1e-3)
 
 
 # ---- trace, density, diagonal
@@ -196,10 +189,3 @@ def test_quadrature_is_exact_for_moments_of_start_vector():
     for power in range(12):
         exact = (v @ torch.linalg.matrix_power(matrix, power) @ v).item()
         assert float(vectors[0] ** 2 @ values**power) == pytest.approx(exact, rel=1e-9)
-
-
-def test_full_lanczos_finds_each_eigenvalue_once():
-    true = np.concatenate([np.zeros(1), np.geomspace(1e-3, 1e3, 59)])
-    matrix = matrix_with(true)
-    found = np.linalg.eigvalsh(projected(matrix, torch.ones(60, dtype=torch.float64), 60))
-    assert np.allclose(found, true, atol=1e-8)

