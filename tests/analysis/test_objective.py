@@ -9,17 +9,6 @@ from tests.analysis.oracles import mean_loss
 from tests.cases import convnet, images, mlp, same_bits, vectors
 
 
-class Dictionaries(nn.Module):
-    """Takes keyword arguments and returns its own loss, like models of other libraries."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, values, labels):
-        return {"loss": F.cross_entropy(self.inner(values), labels)}
-
-
 def test_loss_is_mean_over_samples_of_unequal_batches_without_dropout():
     model, batches = nn.Sequential(mlp(), nn.Dropout(0.5)).train(), [vectors(5), vectors(11, seed=2)]
     objective = Objective(model, batches, F.cross_entropy)
@@ -28,10 +17,10 @@ def test_loss_is_mean_over_samples_of_unequal_batches_without_dropout():
 
 
 def test_model_loss_accepts_any_batch_structure():
-    model, (x, y) = Dictionaries(), vectors(7)
-    objective = Objective(model, [{"values": x, "labels": y}], model_loss=lambda m, batch: m(**batch)["loss"])
+    model, (x, y) = mlp(), vectors(7)
+    objective = Objective(model, [{"x": x, "y": y}], model_loss=lambda m, b: F.cross_entropy(m(b["x"]), b["y"]))
     with objective.measuring():
-        assert objective.loss() == pytest.approx(mean_loss(model.inner, [(x, y)]).item(), rel=1e-12)
+        assert objective.loss() == pytest.approx(mean_loss(model, [(x, y)]).item(), rel=1e-12)
     assert objective.samples == 7
 
 
@@ -82,7 +71,7 @@ def test_random_loss_raises_unless_allowed_and_is_one_draw():
     ("batches", "message"),
     [
         ([], "empty"),
-        ([(torch.zeros(0, 6), torch.zeros(0))], "no samples"),
+        ([(torch.zeros(0, 6), torch.zeros(0))], "empty"),
         ([torch.zeros(3, 6)], "pair"),
         (vectors(4), r"write \[batch\]"),
     ],
@@ -125,12 +114,9 @@ def test_parameters_are_trained_ones_or_selected_by_name():
         ("hessian_trace", {"probes": 1}, "probes must be an integer of at least 2"),
         ("loss_landscape", {"points": 1}, "points must be an integer of at least 2"),
         ("loss_landscape", {"span": (1, 1)}, "span must be"),
-        ("loss_landscape", {"directions": []}, "directions must be one or two"),
         ("loss_landscape", {"directions": [{"x": torch.zeros(1)}]}, "not a parameter"),
-        ("loss_landscape", {"directions": [{"0.bias": torch.zeros(1)}]}, "shape"),
-        ("loss_landscape", {"directions": [{}]}, "moves no parameter"),
+        ("loss_landscape", {"directions": [{}]}, "an empty one"),
         ("sharpness", {"masks": {}}, "keep no weight"),
-        ("sharpness", {"masks": {"nowhere": torch.ones(1).bool()}}, "nowhere"),
         ("sharpness", {"masks": {"0.bias": torch.ones(3).bool()}}, r"the parameter's shape \(8,\), got \(3,\)"),
         ("sharpness", {"masks": {"0.bias": torch.ones(8)}}, "must be a bool tensor, got torch.float"),
         ("sharpness", {"rho": -1.0}, "rho must be positive and finite"),

@@ -6,17 +6,13 @@ import copy
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
 from sparsesam.budget import BudgetMask, budget_mask, step_costs
-from sparsesam.budget.mask import best_prefixes
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.utils.checks import NonFiniteScoreError
 from tests import cases
@@ -87,26 +83,6 @@ def test_masks_do_not_depend_on_the_memory_format():
         made.append(rule.make(context(model)))
     assert made[0].keys() == made[1].keys()
     assert all(torch.equal(mask, made[1][name]) for name, mask in made[0].items())
-
-
-numbers = st.floats(0, 10, allow_nan=False)
-lists = st.lists(
-    st.tuples(st.lists(numbers, min_size=1, max_size=3), st.floats(0, 3), st.floats(0.1, 3)), min_size=1, max_size=4
-)
-
-
-@settings(deadline=None)
-@given(lists=lists, capacity=st.floats(0, 20))
-def test_prefixes_fit_and_are_nearly_optimal(lists, capacity):
-    values = [np.cumsum([0.0, *sorted(entries, reverse=True)]) for entries, _, _ in lists]
-    costs = [np.array([0.0] + [opening + k * each for k in range(1, len(e) + 1)]) for e, opening, each in lists]
-    taken = best_prefixes(values, costs, capacity)
-    assert sum(c[k] for c, k in zip(costs, taken, strict=True)) <= capacity + 1e-9
-    choices = itertools.product(*(range(len(v)) for v in values))
-    fitting = [c for c in choices if sum(cost[k] for cost, k in zip(costs, c, strict=True)) <= capacity]
-    best = max(sum(v[k] for v, k in zip(values, c, strict=True)) for c in fitting)
-    # The difference is at most the value of one list.
-    assert sum(v[k] for v, k in zip(values, taken, strict=True)) >= best - max(v[-1] for v in values) - 1e-9
 
 
 @pytest.mark.parametrize("budget", [1.2, 1.3, 1.5, 1.8])

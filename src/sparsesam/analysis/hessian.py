@@ -35,10 +35,9 @@ Product = Callable[[Tensor], Tensor]
 class HessianOperator:
     """The Hessian of an objective with respect to some of its model's parameters, as a linear operator.
 
-    ``products`` counts the Hessian-vector products since `measuring` began; ``on_product`` is called after each.
-    Parameters that the loss does not depend on have rows and columns of zeros; frozen ones are left out unless a filter
-    names them. ``keep_graph=True`` keeps the graph of every batch's first backward for the next product: about half the
-    cost for several times the memory.
+    ``products`` counts the products since `measuring` began; ``on_product`` is called after each. Frozen parameters are
+    left out unless a filter names them. ``keep_graph=True`` keeps the graph of every batch's first backward for the
+    next product: about half the cost for several times the memory.
 
         with hessian.measuring():
             hv = hessian @ v
@@ -80,10 +79,7 @@ class HessianOperator:
         self.products += 1
         self.on_product()
         if not bool(total.isfinite().all()):
-            raise ValueError(
-                "a Hessian-vector product is not finite: the loss or its derivatives overflow at these weights "
-                "(a square root or a norm at 0 is the usual cause)"
-            )
+            raise ValueError("a Hessian-vector product is not finite; a square root or norm at 0 is the usual cause")
         return total
 
     def split(self, vector: Tensor) -> list[Tensor]:
@@ -216,8 +212,8 @@ def hessian_trace(
 class SpectralDensity(HessianMeasurement):
     """The share of eigenvalues per unit length: ``density`` over ``grid``, integrating to 1.
 
-    ``nodes`` and ``shares`` are the quadrature itself, one row per probe (rows may differ in length): the share
-    of eigenvalues near a node. The density smooths the nodes with Gaussians of standard deviation ``width``.
+    ``nodes`` and ``shares`` are the quadrature itself, one row per probe: the share of eigenvalues near a node. The
+    density smooths the nodes with Gaussians of standard deviation ``width``.
     """
 
     grid: Array
@@ -240,8 +236,7 @@ def spectral_density(
 
     For a random unit vector v, the nodes are the eigenvalues of the Lanczos matrix T and the shares the squared
     first components of its eigenvectors, so that sum shares * p(nodes) = v'p(H)v for polynomials up to degree
-    2 * steps - 1. If the Krylov space is exhausted early, the shorter quadrature is already exact. ``width`` is 1 % of
-    the range by default.
+    2 * steps - 1. ``width`` is 1 % of the range by default.
     """
     hessian, generator = operator_of(hessian), torch.Generator().manual_seed(seed)
     nodes, shares = [], []
