@@ -153,24 +153,13 @@ def test_classes_are_sampled_for_every_pixel():
     assert torch.equal(sample_categorical(logits, torch.Generator()), torch.ones(2, 4, 4, dtype=torch.long))
 
 
-def snapshot(model):
-    return (
-        [module.training for module in model.modules()],
-        [p.requires_grad for p in model.parameters()],
-        [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()],
-        [b.clone() for b in model.buffers()],
-        torch.random.get_rng_state(),
-        torch.backends.mha.get_fastpath_enabled(),
-    )
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_model_state_is_preserved(fails):
     model = nn.Sequential(*convnet(), nn.Dropout())
     model[1].eval()
     model[0].bias.requires_grad_(False)
     model[0].weight.grad = torch.randn_like(model[0].weight)
-    before, calls = snapshot(model), []
+    before, calls = cases.snapshot(model), []
 
     def loss_fn(output, target):
         calls.append(1)
@@ -180,7 +169,7 @@ def test_model_state_is_preserved(fails):
 
     with pytest.raises(RuntimeError, match="the user's loss") if fails else nullcontext():
         fisher_diagonal(model, [images()], loss_fn)
-    torch.testing.assert_close(snapshot(model), before, rtol=0, atol=0)
+    torch.testing.assert_close(cases.snapshot(model), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
