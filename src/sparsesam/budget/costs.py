@@ -93,7 +93,7 @@ def step_costs(model: nn.Module, example_input: Any) -> StepCosts:
     restored.
     """
     model = unwrap(model)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError(f"model must have parameters that require a gradient, got {type(model).__name__} without")
     inputs = tree_map_only(Tensor, Tensor.detach, example_input)

@@ -104,8 +104,8 @@ class MaskState:
                     f"mask must not be {type(rule).__name__} with sharded parameters (fully_shard, DTensor): it needs "
                     "to see whole tensors; use fisher_mask, dynamic_mask, random_mask or fixed_mask"
                 )
-            state = [self.generator.get_state(), context.step]
-            context.shards.require_same(state, "the step or the random state of the masks")
+            random_state = self.generator.get_state()
+            context.shards.require_same([random_state, context.step], "the step or the random state of the masks")
             return make()
         if not is_distributed() or dist.get_world_size(context.ranks) == 1:
             return make()
