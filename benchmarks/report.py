@@ -18,7 +18,7 @@ import yaml
 from benchmarks.runner import Session, benchmark
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step
-from sparsesam.lab.experiment.run_directory import append_records
+from sparsesam.lab.experiment.run_directory import append_records, seal
 
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {"optimizer": "sgd"},
@@ -70,18 +70,18 @@ def write_run(
     config = TrainConfig(epochs=planned or epochs, **settings)
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     sparsity = None if config.is_plain else config.sparsity or 0.0
-    records: list[dict[str, Any]] = [{"kind": "run", "step": 0, "config": plain, "provenance": PROVENANCE}]
+    header: dict[str, Any] = {"config": plain, "hash": config.content_hash, "provenance": PROVENANCE}
+    records: list[dict[str, Any]] = [{"kind": "run", "step": 0, **header}]
     for epoch in range(1, epochs + 1):
         measured = {"test_accuracy": accuracy * epoch / epochs, "train_accuracy": accuracy, "sparsity": sparsity}
         losses = {"train_loss": 1 / epoch, "test_loss": 1.2 / epoch, "seconds": seconds}
         records.append({"kind": "epoch", "epoch": epoch, "step": 10 * epoch, **measured, **losses})
     append_records(path / "records.jsonl", records)
-    (path / "config.yaml").write_text(yaml.safe_dump(plain))
+    (path / "config.yaml").write_text(yaml.safe_dump(seal(plain)))
     if failure is not None:
         (path / "failure.json").write_text(json.dumps({"error": failure}))
     elif finished:
         result: dict[str, Any] = dict.fromkeys(("test_accuracy", "best_test_accuracy", "train_accuracy"), accuracy)
         result |= {"sparsity": sparsity, "forward_backwards_per_step": passes_per_step(config)}
-        content = {"result": result, "config": plain, "provenance": PROVENANCE}
-        (path / "result.json").write_text(json.dumps(content))
+        (path / "result.json").write_text(json.dumps({"result": result, **header}))
     return path

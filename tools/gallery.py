@@ -72,8 +72,7 @@ def draw(name: str, file: Path) -> None:
     found = {run: json.loads(path.read_text()) for run, path in files.items() if path.exists()}
     results = []
     for (run, content), style in zip(found.items(), assign_styles(list(found)), strict=True):
-        result, other = kind.result_type.from_dict(content["result"]), content["made"].get("other", "")
-        results.append(LabeledResult(run.upper(), result, style, other[5:].upper()))
+        results.append(LabeledResult(run.upper(), kind.result_type.from_dict(content["result"]), style))
     figure_name, panel = SHOWN[name]
     (figure,) = [figure for figure in kind.figures(name, results) if figure.name == figure_name]
     if panel is not None:

@@ -1,5 +1,3 @@
-import csv
-import io
 from typing import get_args, get_type_hints
 
 import pytest
@@ -10,31 +8,6 @@ from sparsesam.lab.experiment.config import TrainConfig
 
 def figure(panels, kind="lines", z=None):
     return Figure("a-name", "A title", "", Axis("epoch"), Axis("loss"), panels, kind, z)
-
-
-def read(text):
-    return list(csv.reader(io.StringIO(text)))
-
-
-def test_csv_has_row_per_point_under_axis_titles():
-    sam = Series("SAM, rho 0.1", "blue", [1, 2], [0.5, None], bars=[(0.4, 0.6), None])
-    sgd = Series("SGD", "grey", [1], [0.25])
-    assert read(figure({"": [sam, sgd]}).to_csv()) == [
-        ["series", "epoch", "loss", "low", "high"],
-        ["SAM, rho 0.1", "1", "0.5", "0.4", "0.6"],
-        ["SAM, rho 0.1", "2", "", "", ""],
-        ["SGD", "1", "0.25", "", ""],
-    ]
-
-
-def test_csv_of_surface_has_row_per_point_and_names_panel():
-    surface = Series("SAM", "blue", [0, 1], [5], z=[[2.0, 3.0]])
-    drawn = figure({"first": [surface], "second": [surface]}, "surface", Axis("height"))
-    assert read(drawn.to_csv())[:3] == [
-        ["panel", "series", "epoch", "loss", "height"],
-        ["first", "SAM", "0", "5", "2.0"],
-        ["first", "SAM", "1", "5", "3.0"],
-    ]
 
 
 @pytest.mark.parametrize(

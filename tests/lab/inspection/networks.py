@@ -4,8 +4,6 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout
 
-from sparsesam.lab.data import Splits
-
 
 def linear(num_classes):
     """Small and smooth, for tests that must be fast: 650 weights."""
@@ -40,8 +38,3 @@ class _WithFrozenAndUnused(nn.Module):
 
 def with_frozen_and_unused(num_classes):
     return _WithFrozenAndUnused(num_classes)
-
-
-def one_class(data_dir):
-    images, labels = torch.randint(0, 256, (40, 1, 8, 8), dtype=torch.uint8), torch.zeros(40, dtype=torch.int64)
-    return Splits(train=(images, labels), test=(images, labels), name="one", classes=("a",), mean=(0.5,), std=(0.5,))

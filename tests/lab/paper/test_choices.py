@@ -2,7 +2,6 @@ import dataclasses
 
 import pytest
 
-from sparsesam.lab.cli import main
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.paper.choices import other_choices, read_choices, settings_of
 from sparsesam.lab.paper.recipe import recipe, recipes
@@ -71,26 +70,7 @@ def test_tuned_settings_of_baseline_are_marked_at_laptop_scale():
     assert marks["rho", "0.5"] == "ours, because the laptop scale must take minutes on a CPU"
 
 
-def test_settings_at_default_are_one_row():
-    *others, last = settings_of(recipe("rho-imagenet").at("full"))
-    assert last == ("every other", ("its default",), "ours, because the text does not mention it")
-    assert last.mark not in [setting.mark for setting in others]
-
-
 def test_overridden_settings_are_ours():
     settings = settings_of(recipe("rho-imagenet").at("full", {"epochs": 3}))
     (choice,) = [setting for setting in settings if setting.name == "epochs"]
     assert (choice.values, choice.mark) == (("3",), "ours, because --set says so")
-
-
-@pytest.mark.parametrize("label", ["corruption", "table 1", "table 4", "nm_vit"])
-@pytest.mark.parametrize("scale", ["laptop", "full"])
-def test_80_columns_break_no_word(label, scale, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["paper", "show", label, "--scale", scale]) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    chosen, words = recipe(label).at(scale), set(printed.split())
-    expected = [*chosen.remarks, *chosen.row_labels, *(column.label for column in chosen.columns)]
-    expected += [source.mark for source in (*settings_of(chosen), *other_choices(chosen))]
-    assert {word for text in expected for word in text.split()} <= words

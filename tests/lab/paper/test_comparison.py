@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.recipe import recipe
 from tests.lab.experiment.runs import result_with
@@ -23,13 +25,7 @@ def compared(tmp_path, values, label="mask-strategy", measure="test_accuracy", *
     return RecipeRuns(chosen, jobs)
 
 
-def ranking(runs):
-    (sentence,) = [sentence for sentence in runs.sentences() if sentence.startswith("digits")]
-    return sentence
-
-
-def test_ours_with_interval_beside_papers(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+def test_ours_with_interval_beside_papers(tmp_path):
     (drawn,) = compared(tmp_path, SEEDS | APART).table().renderables
     assert drawn.title.startswith("Table 9")
     assert list(drawn.columns[1].cells)[:3] == ["81.00 ± 2.48", "91.10 ± 2.73", "–"]
@@ -47,38 +43,33 @@ def test_overrides_and_laptop_settings_are_listed(tmp_path):
     assert "Overridden" not in " ".join(compared(tmp_path / "other", {}).sentences())
 
 
-def test_wide_table_is_drawn_in_parts_that_keep_ours_beside_papers(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_wide_table_is_drawn_in_parts_that_keep_ours_beside_papers():
     first, *_, last = RecipeRuns(recipe("corruption").at("full"), []).table().renderables
     assert [column.header for column in first.columns[1:3]] == ["ours:\nC10 0 %", "paper:\nC10 0 %"]
     assert [column.header for column in last.columns[-3:]] == ["ours:\nC100 40 %", "paper:\nC100 40 %", "our seeds"]
     assert (first.caption, last.title, last.caption) == (None, "", "0 of 0 runs")
 
 
-def test_rows_that_seeds_cannot_distinguish_are_named(tmp_path):
-    assert ranking(compared(tmp_path, SEEDS | APART | ALIKE)) == (
-        "digits: SAM is best, but does not differ significantly from SSAM-F random mask with these seeds."
-    )
-
-
-def test_rows_that_all_differ_are_reported(tmp_path):
-    expected = "digits: SAM is best; it differs significantly from every other row."
-    assert ranking(compared(tmp_path, SEEDS | APART)) == expected
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({}, "SAM is best, and differs significantly from every other row."),
+        (ALIKE, "SAM is best, but does not differ significantly from SSAM-F random mask with these seeds."),
+        (
+            {("ssam-random", 0): 0.99},
+            "SAM is best, and differs significantly from every other row. Not ranked, fewer than three seeds: SSAM-F "
+            "random mask.",
+        ),
+    ],
+    ids=["apart", "alike", "too few seeds"],
+)
+def test_significant_differences_are_named(tmp_path, more, sentence):
+    assert f"digits: {sentence}" in compared(tmp_path, SEEDS | APART | more).sentences()
 
 
 def test_two_seeds_distinguish_nothing(tmp_path):
     values = {(name, seed): value for name, value in (("sgd", 0.8), ("sam", 0.9)) for seed in range(2)}
-    sentences = list(compared(tmp_path, values).sentences())
-    assert any("no ranking with fewer than three seeds" in sentence for sentence in sentences)
-    assert any("fewer than three seeds have no interval" in sentence for sentence in sentences)
-
-
-def test_row_with_fewer_than_three_seeds_is_not_ranked(tmp_path):
-    values = SEEDS | APART | {("ssam-random", 0): 0.99}
-    assert ranking(compared(tmp_path, values)) == (
-        "digits: SAM is best; it differs significantly from every other row. "
-        "Not ranked, fewer than three seeds: SSAM-F random mask."
-    )
+    assert any("no ranking with fewer than three seeds" in words for words in compared(tmp_path, values).sentences())
 
 
 def test_times_state_how_they_were_measured(tmp_path):

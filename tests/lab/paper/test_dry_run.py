@@ -9,7 +9,7 @@ from sparsesam.lab.data import load_dataset
 from sparsesam.lab.data.published import CIFAR10, CIFAR100
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.errors import RunError
-from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, SHAPES, cost_table, dry_run, measure_model, run_cost, take_steps
+from sparsesam.lab.paper.dry_run import SHAPES, cost_table, dry_run, measure_model, run_cost, take_steps
 from sparsesam.lab.paper.recipe import Recipe, recipe, recipes
 
 RUNS = {
@@ -63,16 +63,15 @@ def test_every_run_has_line_and_cost_is_of_all_seeds():
     chosen = recipe("nm_vit")
     runs = ["SAM, s / step", "SSAM-F implicit 1:2, s / step", "SSAM-F implicit 2:4, s / step"]
     assert list(dry_run(chosen)) == [f"{run}: 2 steps" for run in runs]
-    labels, count, steps, *_, memory = (list(column.cells) for column in cost_table(chosen, seeds=3, tflops=10).columns)
+    labels, count, steps, *_ = (list(column.cells) for column in cost_table(chosen, seeds=3, tflops=10).columns)
     assert (labels[-1], count[-1], steps[-1]) == ("all, 3 seeds", "9", "540")
-    assert float(memory[-1].removesuffix(" GiB")) == max(float(size.removesuffix(" GiB")) for size in memory)
 
 
 def test_command_shows_cost_and_throughput(capsys):
     assert main(["paper", "run", "speedup", "--scale", "full", "--dry-run"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "built, no steps: two steps take" in printed
-    assert "Hours are at 24.5 TFLOP/s, the speed of the A100 that table 10 of the paper implies" in printed
+    assert "hours at 24.5 TFLOP/s" in printed
     assert main(["paper", "run", "speedup", "--dry-run", "--tflops", "0"]) == 2
 
 
@@ -84,10 +83,9 @@ def cost(**settings):
 
 
 def test_model_is_measured_without_memory():
-    model, flops, saved = measure_model("resnet18", "cifar10")
+    model, flops = measure_model("resnet18", "cifar10")
     assert next(model.parameters()).is_meta
     assert flops == pytest.approx(2 * 555.4e6, rel=1e-3)  # multiplications and additions
-    assert 2e6 < saved < 20e6
 
 
 @pytest.mark.parametrize(
@@ -105,13 +103,7 @@ def test_model_is_measured_without_memory():
     ],
 )
 def test_passes_and_operations_of_each_optimizer(settings, passes):
-    assert cost(**settings).passes == passes
-    assert cost(**settings).flops == pytest.approx(passes * 3 * 100 * 1.1108e9, rel=1e-3)
-
-
-def test_stated_throughput_gives_time_of_papers_table_10():
-    epoch = cost(optimizer="sam", epochs=1, batch_size=128)
-    assert epoch.flops / (PAPER_TFLOPS * 1e12) == pytest.approx(13.60, rel=0.01)
+    assert cost(**settings)[1:] == (passes, pytest.approx(passes * 3 * 100 * 1.1108e9, rel=1e-3))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +111,7 @@ def test_stated_throughput_gives_time_of_papers_table_10():
 )
 def test_analysis_of_figure_is_part_of_its_cost(label, forwards):
     chosen = recipe(label).at("full")
-    labels, *_, hours, _ = (list(column.cells) for column in cost_table(chosen, seeds=2, tflops=1e-3).columns)
+    labels, *_, hours = (list(column.cells) for column in cost_table(chosen, seeds=2, tflops=1e-3).columns)
     *runs, analysis, total = [float(hour.replace(",", "")) for hour in hours]
     assert labels[-2] == "analysis of the trained networks"
     assert analysis == pytest.approx(len(chosen.cells) * forwards * 1.1108e9 / 1e9 / 3600, rel=1e-3)
@@ -131,11 +123,6 @@ def test_shapes_match_data_sets():
     assert SHAPES["digits"] == (digits.num_classes, digits.in_channels, digits.image_size, len(digits.train.labels))
     for data in (CIFAR10, CIFAR100):
         assert SHAPES[data.name] == (data.num_classes, data.in_channels, 32, data.train_size)
-
-
-def test_timed_vit_fits_one_gpu_of_80_gb():
-    memory = [run_cost(config).memory for config in recipe("nm_vit").at("full").configs]
-    assert 5e9 < max(memory) < 40e9  # an estimate, so with some margin
 
 
 def test_custom_data_sets_have_no_cost_unless_loaded():

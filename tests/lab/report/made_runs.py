@@ -32,17 +32,17 @@ def write_calibration(folder, runs, seconds):
     (folder / "calibration.json").write_text(json.dumps(content))
 
 
-def write_analysis(run, name, result, **made):
+def write_analysis(run, name, result):
     folder = run / "analyses"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"analysis": name, "result": result, "made": made}
+    content = {"analysis": name, "result": result}
     folder.joinpath(f"{name}.json").write_text(json.dumps(content))
 
 
 def write_every_analysis(run):
     """Everything that `sparsesam analyze` writes."""
     for name, result in analyses().items():
-        write_analysis(run, name, result, **({"other": str(run)} if name == "landscape-between" else {}))
+        write_analysis(run, name, result)
 
 
 @functools.cache

@@ -1,8 +1,10 @@
+import json
 import os
 
 import pytest
 from benchmarks.report import write_run
 
+from sparsesam.lab.experiment.run_directory import seal
 from sparsesam.lab.report.read_run import RunRecord, find_runs
 from tests.lab.report.made_runs import write_analysis
 
@@ -29,45 +31,33 @@ def test_unfinished_run_reports_progress_and_resume_command(tmp_path):
     assert "process 7 on here is running it, or was killed" in RunRecord(tmp_path / "a").reason
 
 
-def test_truncated_line_is_noted_and_others_are_read(tmp_path):
-    path = write_run(tmp_path / "a", finished=False)
-    with (path / "records.jsonl").open("a") as file:
-        file.write('{"kind": "epoch", "epo')
-    run = RunRecord(path)
-    assert len(run.epochs) == 3
-    assert run.problems == ["records.jsonl: 1 of 5 lines cannot be read (line 5), left out"]
-
-
-@pytest.mark.parametrize("text", ["[1]", "", "nonsense", "null", '{"kind": "epoch"}', '{"kind": "epoch", "epoch": []}'])
-def test_unexpected_records_are_noted(tmp_path, text):
-    path = write_run(tmp_path / "a", finished=False)
-    (path / "records.jsonl").write_text(text)
-    run = RunRecord(path)
-    assert (run.status, run.epochs) == ("unfinished", {})
-    assert "records.jsonl" in run.problems[0]
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"result": 3}', "\x00"])
-def test_unreadable_result_means_unfinished_run(tmp_path, text):
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        *(("records.jsonl", text, {"status": "finished", "epochs": {}}) for text in ("[1]", "nonsense", "null")),
+        *(("result.json", text, {"status": "unfinished"}) for text in ("", "{", "[]", "null", "\x00")),
+        ("config.yaml", "optimizer: [", {"config": None}),
+        ("config.yaml", "optimizer: sam", {"config": None}),  # without its sum
+    ],
+)
+def test_damaged_file_is_noted_and_left_out(tmp_path, file, text, expected):
     path = write_run(tmp_path / "a")
-    (path / "result.json").write_text(text)
-    assert RunRecord(path).status == "unfinished"
-
-
-def test_unreadable_settings_are_taken_from_records(tmp_path):
-    path = write_run(tmp_path / "a", optimizer="sam")
-    (path / "config.yaml").write_text("optimizer: [")
+    (path / file).write_text(text)
     run = RunRecord(path)
-    assert run.config.optimizer == "sam"
-    assert "config.yaml cannot be read: while parsing" in run.problems[0]
+    assert {name: getattr(run, name) for name in expected} == expected
+    assert f"{file} cannot be read" in run.problems[0]
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "records.jsonl", "result.json"])
+def test_file_of_another_run_is_noted(tmp_path, file):
+    path, other = write_run(tmp_path / "a"), write_run(tmp_path / "b", optimizer="sam")
+    (path / file).write_text((other / file).read_text())
+    assert any("of another run" in problem for problem in RunRecord(path).problems)
 
 
 def test_settings_of_another_version_are_reported(tmp_path):
     path = write_run(tmp_path / "a")
-    for name in ("config.yaml", "records.jsonl"):
-        (path / name).unlink()
-    text = (path / "result.json").read_text()
-    (path / "result.json").write_text(text.replace('"config": {', '"config": {"temperature": 3, '))
+    (path / "config.yaml").write_text(json.dumps(seal({"temperature": 3})))
     run = RunRecord(path)
     assert (run.status, run.config) == ("finished", None)
     assert "not valid in this version of sparsesam: unknown option 'temperature'" in run.problems[0]

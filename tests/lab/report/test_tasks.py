@@ -5,7 +5,7 @@ from benchmarks.report import write_run
 
 from sparsesam.lab.experiment.sweep import Sweep
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.tasks import ReportData
+from sparsesam.lab.report.tasks import ReportData, differing_settings
 from tests.lab.report.made_runs import write_calibration
 
 
@@ -18,26 +18,24 @@ def test_times_that_sweep_measured_are_compared(tmp_path):
     assert {variant.label: task.costs.values[variant] for variant in task.variants} == {"SGD": 1.0, "SAM": 1.75}
 
 
-def verdicts(tmp_path, accuracies, seeds=None, **settings):
-    """Of optimizers with these accuracies, one per seed; ``settings`` and ``seeds`` by optimizer."""
+def verdict(tmp_path, accuracies, seeds=None):
+    """Of optimizers with these accuracies, one per seed; ``seeds`` has an optimizer's first seed."""
     paths = [
-        write_run(tmp_path / f"{name}{seed}", optimizer=name, seed=seed, accuracy=accuracy, **settings.get(name, {}))
+        write_run(tmp_path / f"{name}{seed}", optimizer=name, seed=seed, accuracy=accuracy)
         for name, values in accuracies.items()
         for seed, accuracy in enumerate(values, start=(seeds or {}).get(name, 0))
     ]
     (task,) = ReportData(paths).tasks
-    return task.verdicts
+    return task.verdict
+
+
+BEST = {"sgd": [0.80, 0.81, 0.80], "sam": [0.90, 0.92, 0.91]}
 
 
 @pytest.mark.parametrize(
     ("accuracies", "seeds", "chosen", "words"),
     [
-        (
-            {"sgd": [0.80, 0.81, 0.80], "sam": [0.90, 0.92, 0.91]},
-            {},
-            "SAM",
-            "Best choice: SAM, 91.0 ± 2.5 % at 2.00 × SGD’s passes. It has the highest mean accuracy.",
-        ),
+        (BEST, {}, "SAM", "Best choice: SAM, 91.0 ± 2.5 % at 2.00 × SGD’s passes. It has the highest mean accuracy."),
         (
             {"sgd": [0.90, 0.92, 0.91], "sam": [0.91, 0.92, 0.93]},
             {},
@@ -45,39 +43,31 @@ def verdicts(tmp_path, accuracies, seeds=None, **settings):
             "The highest mean is 92.0 ± 2.5 %, SAM at 2.00 × SGD’s passes; the difference is not significant.",
         ),
         ({"sgd": [0.80, 0.90, 0.85], "sam": [0.81, 0.9101, 0.8599]}, {}, "SAM", "It has the highest mean"),
-        ({"sgd": [0.80, 0.81, 0.80], "sam": [0.90, 0.92, 0.91]}, {"sam": 10}, "SAM", "It has the highest mean"),
-        (
-            {"sgd": [0.80, 0.81, 0.80], "sam": [0.90, 0.92, 0.91], "asam": [0.99]},
-            {},
-            "SAM",
-            "Not ranked, fewer than three seeds: ASAM.",
-        ),
+        (BEST, {"sam": 10}, "SAM", "It has the highest mean"),
+        ({**BEST, "asam": [0.99]}, {}, "SAM", "Not ranked, fewer than three seeds: ASAM."),
     ],
     ids=["most accurate", "cheapest not different from best", "paired by seed", "other seeds", "one with few seeds"],
 )
 def test_cheapest_that_does_not_differ_from_best_is_chosen(tmp_path, accuracies, seeds, chosen, words):
-    (found,) = verdicts(tmp_path, accuracies, seeds)
+    found = verdict(tmp_path, accuracies, seeds)
     assert found.chosen.label == chosen
     assert words in found.sentence
 
 
 def test_fewer_than_three_seeds_give_no_verdict(tmp_path):
-    assert verdicts(tmp_path / "one variant", {"sam": [0.90, 0.92]}) == []
-    (found,) = verdicts(tmp_path, {"sgd": [0.80, 0.81], "sam": [0.90, 0.92]})
+    assert verdict(tmp_path / "one variant", {"sam": [0.90, 0.92]}) == ("", None)
+    found = verdict(tmp_path, {"sgd": [0.80, 0.81], "sam": [0.90, 0.92]})
     assert found.chosen is None
     assert found.sentence.startswith("No ranking: it takes two variants with at least three finished seeds")
 
 
-def test_runs_of_different_length_are_not_ranked_together(tmp_path):
-    accuracies = {"sgd": [0.80, 0.81, 0.80], "sam": [0.90, 0.92, 0.91]}
-    (found,) = verdicts(tmp_path / "each", accuracies, sam={"epochs": 1})
-    assert (found.chosen, found.sentence) == (
-        None,
-        "No ranking: every variant has another length, which is not compared.",
-    )
-    three = {**accuracies, "asam": [0.95, 0.96, 0.95]}
-    (found,) = verdicts(tmp_path / "two", three, asam={"epochs": 9})
-    assert found.sentence.startswith("Epochs 3. Best choice: SAM, epochs 3, 91.0 ± 2.5 %")
+def test_cost_of_longer_runs_is_that_of_whole_run(tmp_path):
+    runs = [
+        write_run(tmp_path / "a", optimizer="sgd", epochs=2),
+        write_run(tmp_path / "b", optimizer="sam", epochs=6),
+    ]
+    (task,) = ReportData(runs).tasks
+    assert [task.costs.values[variant] for variant in task.variants] == [1.0, 6.0]
 
 
 @pytest.mark.parametrize("data", [{"val_size": 5}, {"train_size": 9}, {"image_size": 32}, {"label_noise": 0.1}])
@@ -110,3 +100,65 @@ def test_file_in_another_format_is_noted(tmp_path):
         data = ReportData([run])
         assert (data.calibrations, data.sweeps) == ([], [])
         assert ["calibration.json" in data.problems[0][1], "sweep.json" in data.problems[1][1]] == [True, True]
+
+
+def tasks_of(*paths):
+    return ReportData(paths).tasks
+
+
+def variants_of(*paths):
+    (task,) = tasks_of(*paths)
+    return task.variants
+
+
+def test_identical_runs_count_once_preferring_finished_one(tmp_path):
+    (sam,) = variants_of(
+        write_run(tmp_path / "a", optimizer="sam", failure="it broke"),
+        write_run(tmp_path / "b", optimizer="sam", accuracy=0.9, eta=0.3),  # which it does not use
+        write_run(tmp_path / "c", optimizer="sam", accuracy=0.9),
+    )
+    assert [run.path.name for run in sam.runs] == ["b"]
+
+
+def test_labels_name_settings_that_differ_from_others_and_default(tmp_path):
+    variants = variants_of(
+        write_run(tmp_path / "a", optimizer="sgd", weight_decay=1e-4),
+        write_run(tmp_path / "b", optimizer="ssam-f"),
+        write_run(tmp_path / "c", optimizer="ssam-f", sparsity=0.9),
+    )
+    assert [variant.label for variant in variants] == ["SGD", "SSAM-F", "SSAM-F, sparsity 0.9"]
+    assert len({variant.style for variant in variants}) == 3
+    assert set(differing_settings([variant.config for variant in variants])) == {
+        "optimizer",
+        "sparsity",
+        "weight_decay",
+    }
+
+
+def test_name_given_by_sweep_is_kept_unless_runs_have_different_ones(tmp_path):
+    paths = [write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)]
+    for path, name in zip(paths, ("careful", "careful"), strict=True):
+        rename(path, name)
+    assert [variant.label for variant in variants_of(*paths)] == ["careful"]
+    rename(paths[1], "other")
+    assert [variant.label for variant in variants_of(*paths)] == ["SAM"]
+
+
+def rename(path, name):
+    content = json.loads((path / "result.json").read_text())
+    (path / "result.json").write_text(json.dumps({**content, "name": name}))
+
+
+def test_tasks_are_separate_and_named_without_defaults(tmp_path):
+    tasks = tasks_of(
+        write_run(tmp_path / "a", optimizer="sam"),
+        write_run(tmp_path / "b", optimizer="sam", label_noise=0.4),
+    )
+    assert [task.label for task in tasks] == ["digits, small-cnn", "digits, small-cnn, label noise 0.4"]
+    assert [variant.label for task in tasks for variant in task.variants] == ["SAM", "SAM"]
+
+
+def test_runs_of_variant_are_distinguished_by_seed(tmp_path):
+    (task,) = tasks_of(*(write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)))
+    assert [task.label_of(run, task.runs) for run in task.runs] == ["SAM, seed 0", "SAM, seed 1"]
+    assert task.label_of(task.runs[0], task.runs[:1]) == "SAM"

@@ -11,7 +11,6 @@ from rich.console import Console
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
 from sparsesam.lab.display import assign_styles, check_plot, to_rich, write_plot
 from sparsesam.lab.inspection import ANALYSES, LabeledResult, TrainedRun
-from sparsesam.lab.inspection.progress import show_progress
 from sparsesam.lab.inspection.trained_run import EvalSettings
 
 HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyze.md)."
@@ -42,9 +41,7 @@ def run(options: Namespace) -> None:
     styles = assign_styles(["" if analysis.needs == "nothing" else run.config.optimizer for run in runs])
     results = []
     for run, style in zip(runs, styles, strict=True):  # each result is saved at once
-        with show_progress(f"{analysis.name} of {run.path}") as progress:
-            result = analysis.measure_and_write(run, progress)
-        results.append(LabeledResult(str(run.path), result, style, analysis.origin(run).get("other", "")))
+        results.append(LabeledResult(str(run.path), analysis.measure_and_write(run), style))
     console = Console(highlight=False)
     console.print(to_rich(analysis.table(analysis.name, results), analysis.name, transposed=True))
     for note in (*notes, *analysis.notes(results)):

@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--seeds", type=PositiveInt, help="runs per setting; default 3, figures 1")
     parser.add_argument("--plot", type=Path, help="for figures: FILE.png, .svg or .pdf to draw to")
     parser.add_argument("--dry-run", action="store_true", help="build every run, take two steps, estimate the cost")
-    text = "GPU speed in TFLOP/s for the dry run's GPU hours"
+    text = "GPU speed in TFLOP/s for the dry run's GPU hours; default that of the paper's A100 by its table 10"
     parser.add_argument("--tflops", type=PositiveFloat, default=round(PAPER_TFLOPS, 1), help=text)
     add_execution(parser)
 
@@ -54,19 +54,22 @@ def run(options: Namespace) -> None:
     if options.action == "show":
         _show(runs)
     elif options.dry_run:
-        _dry_run(runs, seeds, options.tflops)
+        for line in dry_run(chosen):
+            _say(line)
+        Console(highlight=False).print(cost_table(chosen, seeds=seeds, tflops=options.tflops))
+        counted = "a backward pass counts as two forward passes, a Hessian-vector product as two of both"
+        _say(f"Estimates, hours at {options.tflops:g} TFLOP/s (--tflops): {counted}.")
     else:
         _run(runs, options, out)
 
 
 def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
-    chosen, jobs, file = runs.recipe, runs.jobs, None
-    if chosen.figure is not None:
-        file = options.plot or out / f"{chosen.label}.png"
+    chosen, jobs = runs.recipe, runs.jobs
+    file = options.plot or (out / f"{chosen.label}.png" if chosen.figure else None)
+    if file is not None:
         check_plot(file)
-    elif options.plot is not None:
-        reason = f"{chosen.label} is a table; `sparsesam paper list` lists the figures"
-        raise ValueError(f"--plot must be left out: {reason}")
+        if chosen.figure is None:
+            raise ValueError(f"--plot must be left out: {chosen.label} is a table, not a figure")
     if jobs:
         timed = chosen.timed()
         execute(jobs, options, runs.table, timed=[job for job in jobs if job.config.variant in timed])
@@ -76,16 +79,6 @@ def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
     if file is not None:
         _say_each(draw_figure(runs, file))
         _say(f"figure: {file}")
-
-
-def _dry_run(runs: RecipeRuns, seeds: int, tflops: float) -> None:
-    for line in dry_run(runs.recipe):
-        _say(line)
-    Console(highlight=False).print(cost_table(runs.recipe, seeds=seeds, tflops=tflops))
-    source = ", the speed of the A100 that table 10 of the paper implies (ResNet-18 with SAM, 13.60 s per epoch)"
-    given = f"{tflops:g} TFLOP/s{source if tflops == round(PAPER_TFLOPS, 1) else ''}; change it with --tflops"
-    counted = "a backward pass counts as two forward passes, a Hessian-vector product as two of both"
-    _say_each([f"Hours are at {given}. All numbers are estimates: {counted}."])
 
 
 def _say(text: str) -> None:
@@ -100,11 +93,7 @@ def _say_each(sentences: Iterable[str]) -> None:
 
 
 def _list() -> Table:
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, caption="runs: per seed, at laptop and at full scale")
-    drawn.add_column("", no_wrap=True)
-    drawn.add_column("name", no_wrap=True)
-    drawn.add_column("")
-    drawn.add_column("runs", no_wrap=True, justify="right")
+    drawn = Table("", "name", "", "runs", box=SIMPLE_HEAD, caption="runs: per seed, at laptop and at full scale")
     for known in recipes().values():
         counts = " / ".join(str(len(known.at(scale).sweep([0]).variants)) for scale in get_args(Scale))
         drawn.add_row(known.place, known.label, known.title, counts)
@@ -116,8 +105,7 @@ def _show(runs: RecipeRuns) -> None:
     chosen, console = runs.recipe, Console(highlight=False)
     console.print(f"{chosen.place}: {chosen.title} ({chosen.label}, {chosen.scale} scale)", markup=False)
     _say_each(chosen.remarks)
-    groups = {"setting": settings_of(chosen), "choice": other_choices(chosen)}
-    for heading, choices in groups.items():
+    for heading, choices in {"setting": settings_of(chosen), "choice": other_choices(chosen)}.items():
         drawn = Table(heading, "value", "where it comes from")
         for choice in choices:
             drawn.add_row(choice.name, Text(", ".join(choice.values)), Text(choice.mark))

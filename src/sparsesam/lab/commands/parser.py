@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
 import typing
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -17,15 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sparsesam.lab.experiment.config import (
-    DEFAULTS,
-    RunEnvironment,
-    TrainConfig,
-    check_used,
-    complete,
-    names_of,
-    split_settings,
-)
+from sparsesam.lab.experiment.config import DEFAULTS, RunEnvironment, TrainConfig, check_used, complete, split_settings
 from sparsesam.lab.experiment.setting_types import alternatives, as_mapping, choices, convert, read_yaml
 from sparsesam.lab.names import unknown_name
 
@@ -36,13 +27,9 @@ class Parser(ArgumentParser):
     """argparse with any type hint as ``type``, one-line errors, and suggestions for unknown options."""
 
     def __init__(self, prog: str, description: str, **options: Any) -> None:
-        self.known: list[str] = []  # options, for suggestions
-        width = min(110, shutil.get_terminal_size().columns) - 2
-        layout = partial(argparse.HelpFormatter, max_help_position=30, width=width)
-        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=layout, **options)
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
 
     def add_argument(self, *names: str, group: Any = None, **options: Any) -> Any:
-        self.known += [name.removeprefix("--") for name in names if name.startswith("--")]
         hint = options.get("type")
         if hint is not None:
             usual = {"metavar": metavar(names[-1], hint), **({"nargs": "?", "const": True} if hint is bool else {})}
@@ -54,17 +41,13 @@ class Parser(ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Reject unknown arguments, also in the parser of a subcommand."""
         found, unknown = super().parse_known_args(args, namespace)
+        known = [name.removeprefix("--") for name in self._option_string_actions]
         names = [word.lstrip("-").partition("=")[0] for word in unknown if word.startswith("-")]
         if names:
-            self.error("; ".join(unknown_name("option", name, self.known) for name in names))
+            self.error("; ".join(unknown_name("option", name, known) for name in names))
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}; --help shows the usage")
         return found, unknown
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Suggest similar names for an unknown subcommand; argparse would list all of them."""
-        if action.choices is not None and value not in action.choices:
-            self.error(unknown_name(action.dest, value, action.choices))
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -116,22 +99,18 @@ def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) ->
 
     ValueError for an option, or a value of a file that is not the default, that the run would not use.
     """
-    known = (*names_of(TrainConfig), *names_of(RunEnvironment))
     in_files: dict[str, Any] = {}
     for file in options.config:
-        in_files |= _read(file)
+        try:
+            in_files |= as_mapping("the file", read_yaml(file.read_text()))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--config {file} cannot be read: {error}") from error
+    in_files.pop("sum", None)  # of a run's config.yaml
+    known = [setting.name for kind in (TrainConfig, RunEnvironment) for setting in dataclasses.fields(kind)]
     chosen = {name: value for name, value in vars(options).items() if name in known}
     config, environment = split_settings({**(saved or {}), **complete({**in_files, **chosen})})
     check_used(config, [*chosen, *(name for name in in_files if in_files[name] != DEFAULTS.get(name))])
     return config, environment
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = as_mapping("the file", read_yaml(file.read_text()))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--config {file} cannot be read: {error}") from error
-    return {name: value for name, value in content.items() if name != "sum"}  # of a run's config.yaml
 
 
 def metavar(flag: str, hint: Any) -> str:

@@ -17,13 +17,10 @@ def add_arguments(parser: Parser) -> None:
     text = "HTML file to write (default: report.html)"
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help=text)
     parser.add_argument("--title", type=str, help="title of the page; default the sweep's")
-    parser.add_argument("--bounds", action="store_true", help="show generalization bounds even if they are vacuous")
-    text = "also write each figure as SVG and PDF, and its data as CSV, to this directory"
-    parser.add_argument("--figures", type=Path, help=text)
 
 
 def run(options: Namespace) -> None:
     from sparsesam.lab.report import write_report
 
-    data = write_report(options.runs, options.out, title=options.title, figures=options.figures, bounds=options.bounds)
+    data = write_report(options.runs, options.out, title=options.title)
     print(f"{options.out}: {data.count()}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsesam.lab.commands.parser import Namespace, Parser, add_options
-from sparsesam.lab.display import plural, ratio, significant
+from sparsesam.lab.display import plural, to_rich
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.observers import duration
 from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt, read_yaml
 from sparsesam.lab.experiment.sweep import Job, read_sweep, sweep_jobs
-from sparsesam.lab.experiment.variants import Variant, costs_of, grouped
+from sparsesam.lab.experiment.variants import Variant, costs_of, grouped, results_table
 
 HELP = (
     "Train every combination of settings in a YAML file, for every seed. Finished runs are not run again; the same "
@@ -56,7 +55,10 @@ def run(options: Namespace) -> None:
     sweep = read_sweep(options.file, overrides=overrides(options.set), seeds=options.seeds)
     out = options.out or Path("runs") / Path(options.file).stem
     jobs = sweep.jobs(out)
-    calibration = None if options.no_calibration else _calibration(jobs, _environment(options), out)
+    calibration = None if options.no_calibration else read_calibration(out)
+    if not options.no_calibration and (calibration is None or not calibration.fits([job.config for job in jobs])):
+        with Console(stderr=True).status("measuring the time of a step of every variant …"):
+            calibration = calibrate(jobs, _environment(options), out)  # checks every variant before training starts
     sweep.write(out)
     execute(jobs, options, lambda: sweep_table(sweep.title, jobs, calibration))
     print(f"runs: {out}")
@@ -68,17 +70,44 @@ def execute(
 ) -> None:
     """Run the unfinished jobs and show the table that ``draw`` makes from the runs' directories.
 
-    ``timed`` jobs run last, one at a time, and record the time of each step.
+    ``timed`` jobs run last, one at a time, and record the time of each step. In a terminal the table is drawn once a
+    second; in a log it comes last, after a line per run.
     """
     import joblib
 
-    workers = options.jobs or options.gpus or joblib.cpu_count()
-    environment, progress = _environment(options), SweepProgress(jobs, draw)
-    start = partial(sweep_jobs, backend=options.backend, retry=options.retry, gpus=options.gpus, on_end=progress.ended)
+    distinct = list({job.directory: job for job in jobs}.values())
+    console, warnings = Console(highlight=False), Counter[str]()
+    begun, epochs = time.monotonic(), _epochs_left(distinct)
+
+    def status() -> str:
+        finished, left, remaining = sum(job.is_finished for job in distinct), _epochs_left(distinct), ""
+        if 0 < left < epochs:
+            seconds = left * (time.monotonic() - begun) / (epochs - left)
+            remaining = f", about {duration(seconds)} remaining"
+        return f"{finished} of {plural(len(distinct), 'run')} finished{remaining}"
+
+    def view() -> RenderableType:
+        texts = [f"warning ({plural(count, 'run')}): {text}" for text, count in warnings.items()]
+        return Group(draw(), *map(Text, (status(), *texts)))
+
+    def ended(job: Job, texts: Sequence[str]) -> None:
+        warnings.update(texts)
+        if console.is_terminal:
+            return
+        ending = "interrupted" if job.failure is None else f"failed: {job.failure}"
+        if (result := job.result) is not None:
+            ending = f"test {result.test_accuracy:.2%}, {duration(result.seconds)} of training"
+        line = f"{job.label}, seed {job.seed}: {ending}; {status()}"
+        console.print(line, soft_wrap=True, markup=False)
+
+    workers, environment = options.jobs or options.gpus or joblib.cpu_count(), _environment(options)
+    start = partial(sweep_jobs, backend=options.backend, retry=options.retry, gpus=options.gpus, on_end=ended)
     try:
-        with progress.shown():
+        with Live(get_renderable=view, console=console, refresh_per_second=1, redirect_stderr=False):
             start([job for job in jobs if job not in timed], environment, workers=workers)
             start(timed, replace(environment, record_times=True), workers=1)
+        if not console.is_terminal:
+            console.line()  # after the table, which ends without one in a log
     except KeyboardInterrupt:
         done = sum(job.is_finished for job in jobs)
         raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; run the same command to continue") from None
@@ -88,14 +117,8 @@ def _environment(options: Namespace) -> RunEnvironment:
     return RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto")
 
 
-def _calibration(jobs: Sequence[Job], environment: RunEnvironment, out: Path) -> SweepCalibration:
-    """Read the existing calibration or measure a new one, which also checks every variant before training starts."""
-    known = read_calibration(out)
-    if known is not None and known.fits([job.config for job in jobs]):
-        return known
-    console = Console(stderr=True)
-    with console.status("measuring the time of a step of every variant …") if console.is_terminal else nullcontext():
-        return calibrate(jobs, environment, out)
+def _epochs_left(jobs: Sequence[Job]) -> int:
+    return sum(max(0, job.config.epochs - job.epochs_done) for job in jobs if job.status == "unfinished")
 
 
 def report_failures(jobs: Sequence[Job]) -> None:
@@ -120,79 +143,8 @@ def overrides(given: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-class SweepProgress:
-    """Shows the progress of a sweep: the table that ``draw`` makes in a terminal, one line per run in a log.
-
-    Both include the remaining time, from the number of epochs so far.
-    """
-
-    def __init__(self, jobs: Sequence[Job], draw: Callable[[], RenderableType]) -> None:
-        self.jobs, self.draw = list({job.directory: job for job in jobs}.values()), draw
-        self.console = Console(highlight=False)
-        self.warnings: Counter[str] = Counter()
-        self.begun, self.epochs_before = time.monotonic(), self._epochs_left()
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Draw the table once a second while the block runs; in a log, once at the end."""
-        if self.console.is_terminal:
-            with Live(get_renderable=self._view, console=self.console, refresh_per_second=1, redirect_stderr=False):
-                yield
-            return
-        try:
-            yield
-        finally:
-            self.console.print(self._view(), soft_wrap=True)
-
-    def ended(self, job: Job, warnings: Sequence[str]) -> None:
-        """Called when a run ends: collect its warnings and, in a log, print a line."""
-        self.warnings.update(warnings)
-        if self.console.is_terminal:
-            return
-        ending = "interrupted" if job.failure is None else f"failed: {job.failure}"
-        if (result := job.result) is not None:
-            ending = f"test {result.test_accuracy:.2%}, {duration(result.seconds)} of training"
-        line = f"{job.label}, seed {job.config.seed}: {ending}; {self._status()}"
-        self.console.print(line, soft_wrap=True, markup=False)
-
-    def _view(self) -> RenderableType:
-        warnings = [f"warning ({plural(count, 'run')}): {text}" for text, count in self.warnings.items()]
-        return Group(self.draw(), *map(Text, (self._status(), *warnings)))
-
-    def _status(self) -> str:
-        finished, left = sum(job.is_finished for job in self.jobs), self._epochs_left()
-        done, remaining = self.epochs_before - left, ""
-        if done and left:
-            remaining = f", about {duration(left * (time.monotonic() - self.begun) / done)} remaining"
-        return f"{finished} of {plural(len(self.jobs), 'run')} finished{remaining}"
-
-    def _epochs_left(self) -> int:
-        left = [job for job in self.jobs if job.status == "unfinished"]
-        return sum(max(0, job.config.epochs - job.epochs_done) for job in left)
-
-
 def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
-    """Returns a table with a row per variant: means over its finished seeds, and its cost.
-
-    Where a variant has a budget, the passes per step that were counted are beside it.
-    """
+    """Returns a table with a row per variant."""
     groups = grouped(jobs, lambda job: job.label)
     variants = [Variant(label, members[0].config, members) for label, members in groups.items()]
-    cost = costs_of(variants, [] if calibration is None else [calibration])
-    has_budget = any(variant.config.has_budget for variant in variants)
-    table = Table(title=title, caption="±: 95 % interval of the mean, from three seeds on")
-    budget_heading = ["passes / budget"] if has_budget else []
-    for heading in ("", "test accuracy", f"{cost.measure} / {cost.reference}", *budget_heading, "sparsity", "seeds"):
-        table.add_column(heading, justify="right" if heading else "left", overflow="fold")
-    for variant in variants:
-        passes = ratio(variant.mean("forward_backwards_per_step"))
-        running = [f"in epoch {job.epochs_done + 1}/{job.config.epochs}" for job in variant.runs if job.is_running]
-        table.add_row(
-            variant.label,
-            variant.accuracy_text,
-            ratio(cost.values[variant]),
-            *([f"{passes} / {significant(variant.config.budget)}"] if has_budget else []),
-            significant(variant.mean("sparsity")),
-            ", ".join([variant.seeds, *running]),
-        )
-    return table
+    return to_rich(results_table(variants, costs_of(variants, [] if calibration is None else [calibration])), title)

@@ -1,17 +1,16 @@
 """Tables and figures as data, and functions that draw them.
 
-A `Figure` describes what is shown. The report's page draws it with plotly, `write_figures` and `write_plot` with
-matplotlib.
+A `Figure` describes what is shown. The report's page draws it with plotly, `write_plot` with matplotlib.
 """
 
-from sparsesam.lab.display.drawing import check_plot, make_parent, write_figures, write_images, write_plot
-from sparsesam.lab.display.figure import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, error_bars, side_by_side
-from sparsesam.lab.display.numbers import Number, number, numbers, percent, plural, plus_minus, ratio, significant
-from sparsesam.lab.display.table import Cell, Table, cells, finished_of, number_cell, table_of_rows, to_rich
+from sparsesam.lab.display.drawing import check_plot, make_parent, write_images, write_plot
+from sparsesam.lab.display.figure import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, side_by_side
+from sparsesam.lab.display.numbers import Number, number, numbers, percent, plural, ratio, significant
+from sparsesam.lab.display.table import Cell, Table, cells, number_cell, table_of_rows, to_rich
 
 __all__ = [
     "Axis", "Bar", "Cell", "Figure", "Number", "Series", "SeriesStyle", "Table",
-    "assign_styles", "cells", "check_plot", "error_bars", "finished_of", "make_parent", "number", "number_cell",
-    "numbers", "percent", "plural", "plus_minus", "ratio", "side_by_side", "significant", "table_of_rows", "to_rich",
-    "write_figures", "write_images", "write_plot",
+    "assign_styles", "cells", "check_plot", "make_parent", "number", "number_cell",
+    "numbers", "percent", "plural", "ratio", "side_by_side", "significant", "table_of_rows", "to_rich",
+    "write_images", "write_plot",
 ]  # fmt: skip

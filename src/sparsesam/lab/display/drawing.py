@@ -1,12 +1,10 @@
-"""Writes figures to files with matplotlib: PNG, SVG and PDF, and their data as CSV."""
+"""Draws figures to PNG, SVG and PDF files with matplotlib."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ Canvas = Any
 
 _MARKERS = "oDs^vPX*ph"
 _DASHES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
-_HATCHES = ("", "//", "xx", "--", "||", "++", "..")
+_TICKS = [digit * 10.0**power for power in range(-12, 13) for digit in (1, 1.5, 2, 3, 5, 7)]
 _WIDTH, _HEIGHT = 5.2, 3.6  # of one panel without its legend, in inches
 _STYLE = {
     "svg.hashsalt": "sparsesam",  # makes files reproducible
@@ -57,52 +55,37 @@ def make_parent(name: str, file: Path) -> None:
         raise ValueError(f"{name} {str(file)!r} cannot be written ({reason}); choose a directory you can write to")
 
 
-def write_plot(figures: Sequence[Figure], file: Path) -> None:
-    """Write one image with a row for each figure that has content, its panels side by side."""
-    draw([figure for figure in figures if figure.has_content], file)
-
-
-def write_figures(figures: Sequence[Figure], folder: Path) -> None:
-    """Write NAME.csv, NAME.svg and NAME.pdf for each figure; with several panels, NAME-PANEL.svg and .pdf."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for figure in figures:
-        (folder / f"{figure.name}.csv").write_text(figure.to_csv(), encoding="utf-8", errors="replace", newline="")
-        for number, (name, panel) in enumerate(figure.panels.items()):
-            words = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")
-            end = f"-{number + 1}-{words}"[:80] if len(figure.panels) > 1 else ""
-            files = [folder / f"{figure.name}{end}{suffix}" for suffix in (".svg", ".pdf")]
-            draw([replace(figure, title=name, panels={"": panel})], *files)
-
-
 def write_images(images: Sequence[Tensor], titles: Sequence[str], file: Path, *, columns: int) -> None:
     """Draw (c, h, w) uint8 images with 1 or 3 channels row by row; titles are above the first len(titles) images."""
     rows = -(-len(images) // columns)
     with _new_drawing(1.5 * columns, 1.6 * rows, file) as drawing:
-        grid = list(drawing.subplots(rows, columns, squeeze=False).flat)
-        for axes in grid:
+        grid = drawing.subplots(rows, columns, squeeze=False).flat
+        for place, axes in enumerate(grid):
             axes.set_axis_off()
-        for axes, title in zip(grid, titles, strict=False):
-            axes.set_title(_literal(title), fontsize="small")
-        for axes, image in zip(grid, images, strict=False):
-            axes.imshow(image.expand(3, -1, -1).permute(1, 2, 0).cpu().numpy(), interpolation="nearest")
+            axes.set_title("".join(titles[place : place + 1]), fontsize="small")
+            for image in images[place : place + 1]:
+                axes.imshow(image.expand(3, -1, -1).permute(1, 2, 0).cpu().numpy(), interpolation="nearest")
 
 
-def draw(figures: Sequence[Figure], *files: Path) -> Canvas:
-    """Draw a matplotlib figure with a row for each figure and save it to the files."""
-    heights = [_height(figure) for figure in figures] or [_HEIGHT]
-    width = _WIDTH * max((len(figure.panels) for figure in figures), default=1)
-    with _new_drawing(width, sum(heights), *files) as drawing:
-        rows = drawing.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat
-        for row, figure in zip(rows, figures, strict=False):
+def write_plot(figures: Sequence[Figure], *files: Path) -> Canvas:
+    """Write one image with a row for each figure that has content, its panels side by side."""
+    shown = [figure for figure in figures if figure.has_content]
+    names = [{series.name for series in figure.series} for figure in shown]
+    heights = [_HEIGHT + 0.1 * len(every) / len(figure.panels) for figure, every in zip(shown, names, strict=True)]
+    width = _WIDTH * max((len(figure.panels) for figure in shown), default=1)
+    with _new_drawing(width, sum(heights) or _HEIGHT, *files) as drawing:
+        rows = drawing.subfigures(len(shown) or 1, 1, squeeze=False, height_ratios=heights or None).flat
+        for row, figure, every in zip(rows, shown, names, strict=False):
+            projection = "3d" if figure.kind == "surface" else None
             for place, (name, panel) in enumerate(figure.panels.items(), start=1):
-                projection = "3d" if figure.kind == "surface" else None
                 axes = row.add_subplot(1, len(figure.panels), place, projection=projection)
-                _draw_panel(axes, figure, ": ".join(filter(None, (figure.title, name))), panel)
-            if figure.z is None and len(_legend_names(figure)) > 1:
+                _draw_panel(axes, figure, panel)
+                axes.set_title(": ".join(filter(None, (figure.title, name))), fontsize="medium", wrap=True)
+            if figure.z is None and len(every) > 1:  # the panels share a legend
                 labeled = [axes.get_legend_handles_labels() for axes in row.axes]
                 handles = {name: handle for pairs in labeled for handle, name in zip(*pairs, strict=True)}
-                columns = _legend_columns(figure)
-                row.legend(handles.values(), handles, loc="outside lower center", ncols=columns, fontsize="small")
+                look = {"loc": "outside lower center", "ncols": 2 * len(figure.panels), "fontsize": "small"}
+                row.legend(handles.values(), handles, **look)
     return drawing
 
 
@@ -125,47 +108,24 @@ def _new_drawing(width: float, height: float, *files: Path) -> Iterator[Canvas]:
             drawing.savefig(file, dpi=150, metadata=undated, bbox_inches="tight", pad_inches=0.08)
 
 
-def _height(figure: Figure) -> float:
-    return _HEIGHT + 0.2 * -(-len(_legend_names(figure)) // _legend_columns(figure))
-
-
-def _legend_names(figure: Figure) -> list[str]:
-    """The panels of a figure share a legend."""
-    return list(dict.fromkeys(series.name for series in figure.series))
-
-
-def _legend_columns(figure: Figure) -> int:
-    """About 84 characters fit below a panel; a legend's symbol and gaps take the space of 10."""
-    return max(1, 84 * len(figure.panels) // (10 + max(map(len, _legend_names(figure)), default=0)))
-
-
-def _draw_panel(axes: Canvas, figure: Figure, title: str, panel: Sequence[Series]) -> None:
+def _draw_panel(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
+    axes.set(xlabel=figure.x.title, ylabel=figure.y.title)
     if figure.kind == "bars":
         _draw_bars(axes, panel)
     elif figure.z is None:
         _draw_curves(axes, figure, panel)
     else:
-        _draw_grid(axes, figure, *panel)
-    axes.set(xlabel=_literal(figure.x.title), ylabel=_literal(figure.y.title))
-    axes.set_title(_literal(title), fontsize="medium", wrap=True)
+        _draw_grid(axes, figure, figure.z.title, *panel)
     for name, axis in (("x", figure.x), ("y", figure.y)):
         if axis.log:
             axes.set(**{f"{name}scale": "log"})
-            _label_log_ticks(axes, name)
+            low, high = getattr(axes, f"get_{name}lim")()
+            if 0 < high < 30 * low:  # one or two powers of ten are too few labels
+                values = [value for value in _TICKS if low <= value <= high]
+                getattr(axes, f"set_{name}ticks")(values, [f"{value:g}" for value in values], minor=False)
+                getattr(axes, f"set_{name}ticks")([], minor=True)
         if axis.whole:
             axes.locator_params(axis=name, integer=True)
-
-
-def _label_log_ticks(axes: Canvas, name: str) -> None:
-    """Label more than powers of ten if the axis has only one or two of these."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    low, high = getattr(axes, f"get_{name}lim")()
-    if 0 < high < 30 * low:
-        axis = getattr(axes, f"{name}axis")
-        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
@@ -173,19 +133,19 @@ def _draw_curves(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
     for series in panel:
         x, y, color = _floats(series.x) + series.shift, _floats(series.y), COLORS[series.color][0]
         ends = None if series.bars is None else _floats([bar or (np.nan, np.nan) for bar in series.bars]).T
-        bars = None if ends is None else np.nan_to_num(np.abs(ends - y))
         is_line = figure.kind == "lines" or series.faint
         looks = len(_DASHES) if is_line else 2  # of the variants of a method, before they become fainter
         label = f"{series.name} (best choice)" if series.chosen else series.name
-        style = {"color": color, "label": _literal(label), "alpha": max(0.4, 1 - 0.3 * (series.variant // looks))}
+        style = {"color": color, "label": label, "alpha": max(0.4, 1 - 0.3 * (series.variant // looks))}
         if is_line:
             axes.plot(x, y, linestyle=":" if series.faint else _DASHES[series.variant % looks], linewidth=1.2, **style)
             if ends is not None and not figure.has_many_bands:
                 axes.fill_between(x, *ends, color=color, alpha=0.15, linewidth=0)
             continue
-        many, fill = len(x) > 50, "none" if series.variant % 2 else color
-        look, size = ("o", 3) if many else (_MARKERS[series.marker % len(_MARKERS)], 6)
-        axes.errorbar(x, y, yerr=bars, fmt=look, markersize=size, markerfacecolor=fill, capsize=2, **style)
+        bars = None if ends is None else np.nan_to_num(np.abs(ends - y))
+        marker, size = (_MARKERS[series.marker % len(_MARKERS)], 6) if len(x) < 50 else ("o", 3)
+        fill = "none" if series.variant % 2 else color
+        axes.errorbar(x, y, yerr=bars, fmt=marker, markersize=size, markerfacecolor=fill, capsize=2, **style)
         if series.chosen:
             axes.plot(x, y, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
             axes.margins(0.12, 0.15)  # room for the ring
@@ -195,48 +155,39 @@ def _draw_bars(axes: Canvas, panel: Sequence[Series]) -> None:
     width = 0.8 / len(panel)
     for place, series in enumerate(panel):
         places = np.arange(len(series.x)) + (place - (len(panel) - 1) / 2) * width
-        color, opacity = COLORS[series.color][0], 0.5 if series.faint else 1.0
-        pattern = {"hatch": _HATCHES[series.variant % len(_HATCHES)], "edgecolor": "white", "linewidth": 0}
-        axes.bar(places, _floats(series.y), width, color=color, alpha=opacity, label=_literal(series.name), **pattern)
+        opacity = max(0.3, 1 - 0.3 * series.variant) * (0.5 if series.faint else 1.0)
+        axes.bar(places, _floats(series.y), width, color=COLORS[series.color][0], alpha=opacity, label=series.name)
     _name_ticks(axes.set_xticks, panel[0].x, rotation=60, ha="right", rotation_mode="anchor")
 
 
-def _draw_grid(axes: Canvas, figure: Figure, series: Series) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    title = _literal(figure.z.title if figure.z else "")
+def _draw_grid(axes: Canvas, figure: Figure, title: str, series: Series) -> None:
     z = np.ma.masked_invalid(_floats(series.z or ()))
     low, high = figure.range_z or (z.min(), z.max())
-    if figure.kind == "surface":
-        x, y = np.meshgrid(series.x, series.y)
-        axes.plot_surface(x, y, z.filled(np.nan), vmin=low, vmax=high, cmap="viridis", rcount=60, ccount=60)
-        axes.set(zlim=(low, high), zlabel=title)
-        axes.set_box_aspect(None, zoom=0.85)  # keeps the labels inside the image
-        axes.locator_params(nbins=5)
-        axes.tick_params(labelsize="small", pad=0)
-        return
-    axes.grid(False)
     if figure.kind == "heatmap":
+        axes.grid(False)
         drawn = axes.imshow(z, aspect="auto", vmin=low, vmax=high, interpolation="nearest")
         _name_ticks(axes.set_xticks, series.x, rotation=60)
         _name_ticks(axes.set_yticks, series.y)
-    else:
-        drawn = axes.contourf(series.x, series.y, z, levels=MaxNLocator(24).tick_values(low, high))
+        axes.figure.colorbar(drawn, ax=axes, label=title)
+        return
+    axes.locator_params(nbins=5)
+    if figure.kind == "contour":
+        drawn = axes.contourf(series.x, series.y, z, levels=np.linspace(low, high, 25) if high > low else 24)
         axes.set_aspect("equal")
-        axes.locator_params(nbins=5)
-    axes.figure.colorbar(drawn, ax=axes, label=title)
+        axes.figure.colorbar(drawn, ax=axes, label=title, format="%.3g")
+        return
+    x, y = np.meshgrid(series.x, series.y)
+    axes.plot_surface(x, y, z.filled(np.nan), vmin=low, vmax=high, cmap="viridis", rcount=60, ccount=60)
+    axes.set(zlim=(low, high), zlabel=title)
+    axes.set_box_aspect(None, zoom=0.85)  # keeps the labels inside the image
+    axes.tick_params(labelsize="small", pad=0)
 
 
 def _name_ticks(change: Callable[..., Any], values: Sequence[Any], **style: Any) -> None:
     """Label at most 40 ticks, evenly spaced."""
     places = range(0, len(values), -(-len(values) // 40))
-    change(places, [_literal(str(values[place])) for place in places], fontsize="x-small", **style)
+    change(places, [str(values[place]) for place in places], fontsize="x-small", **style)
 
 
 def _floats(values: Sequence[Any]) -> npt.NDArray[np.float64]:
     return np.array(values, dtype=np.float64)
-
-
-def _literal(text: str) -> str:
-    """Escape dollar signs, which start math text in matplotlib."""
-    return text.replace("$", r"\$")

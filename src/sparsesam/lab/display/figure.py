@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,41 +170,11 @@ class Figure:
         bands = [sum(series.bars is not None for series in panel) for panel in self.panels.values()]
         return self.kind == "lines" and max(bands) > MOST_BANDS
 
-    def to_csv(self) -> str:
-        """Returns the data as CSV with a header, one point per row."""
-        several = len(self.panels) > 1
-        with_bars = any(series.bars is not None for series in self.series)
-        titles = [axis.title for axis in (self.x, self.y, self.z) if axis is not None]
-        file = io.StringIO()
-        writer = csv.writer(file)
-        writer.writerow([*(["panel"] if several else []), "series", *titles, *(["low", "high"] if with_bars else [])])
-        for name, panel in self.panels.items():
-            for series in panel:
-                start = [*([name] if several else []), series.name]
-                if series.z is not None:
-                    rows = zip(series.y, series.z, strict=True)
-                    writer.writerows([*start, x, y, z] for y, row in rows for x, z in zip(series.x, row, strict=True))
-                    continue
-                bars = series.bars or [None] * len(series.x)
-                for x, y, bar in zip(series.x, series.y, bars, strict=True):
-                    writer.writerow([*start, x, y, *((bar or (None, None)) if with_bars else ())])
-        return file.getvalue()
-
 
 def needs_log(values: Iterable[float]) -> bool:
     """Whether the largest of positive values is over 100 times the median: linearly, the rest would look flat."""
     ordered = sorted(values)
     return bool(ordered) and ordered[0] > 0 and ordered[-1] > 100 * statistics.median(ordered)
-
-
-def error_bars(
-    values: Iterable[Number], errors: Iterable[Number], *, lowest: float = -math.inf, highest: float = math.inf
-) -> list[Bar | None]:
-    """Returns value ± error, clipped to the range of possible values; None where either is not known."""
-    return [
-        None if value is None or error is None else (max(lowest, value - error), min(highest, value + error))
-        for value, error in zip(values, errors, strict=True)
-    ]
 
 
 def _as_list(values: Iterable[Any]) -> list[Any]:

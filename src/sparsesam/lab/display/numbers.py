@@ -1,4 +1,4 @@
-"""Reads numbers from untrusted values and formats them for readers: 849 ± 140, 0.5, 97.8 ± 0.4 %."""
+"""Reads numbers from untrusted values and formats them for readers: 1,234, 0.5, 97.8 ± 0.4 %."""
 
 from __future__ import annotations
 
@@ -24,29 +24,12 @@ def numbers(values: Iterable[Any]) -> list[Number]:
     return [number(value) for value in values]
 
 
-def significant(value: Number, digits: int = 3) -> str:
-    """Format with ``digits`` significant digits, no trailing zeros; whole numbers in full with thousands separators."""
+def significant(value: Number) -> str:
+    """Format with three significant digits; whole and large numbers in full, with thousands separators."""
     if (value := number(value)) is None:
         return MISSING
-    if value.is_integer() and abs(value) < 1e15:
-        return f"{value:,.0f}"
-    exponent = math.floor(math.log10(abs(value)))
-    if exponent < -4 or exponent > 8:
-        mantissa, power = f"{value:.{digits - 1}e}".split("e")
-        return f"{_trimmed(mantissa)}e{int(power)}"
-    return _trimmed(f"{value:,.{max(0, digits - 1 - exponent)}f}")
-
-
-def plus_minus(value: Number, error: Number) -> str:
-    """Format the error with two significant digits, the value with as many decimals: 849 ± 140, 0.123 ± 0.045."""
-    if (value := number(value)) is None:
-        return MISSING
-    if not (error := number(error)):
-        return significant(value)
-    digits = 1 - math.floor(math.log10(abs(error)))
-    if digits > 6:
-        return f"{significant(value)} ± {significant(error, 2)}"
-    return f"{value:,.{max(0, digits)}f} ± {round(error, digits):,.{max(0, digits)}f}"
+    is_whole = value.is_integer() and abs(value) < 1e15
+    return f"{value:,.0f}" if is_whole or 1e3 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def percent(share: Number, error: Number = None) -> str:
@@ -65,7 +48,3 @@ def ratio(value: Number) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _trimmed(text: str) -> str:
-    return text.rstrip("0").rstrip(".") if "." in text else text

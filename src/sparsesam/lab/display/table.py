@@ -56,28 +56,24 @@ def number_cell(value: Number, show: Callable[[Number], str] = significant) -> C
     return Cell(show(value), order=value)
 
 
-def table_of_rows(name: str, caption: str, rows: Mapping[str, Mapping[str, Cell | Number]]) -> Table:
-    """Returns a table with a row for each label."""
+def table_of_rows(
+    name: str, caption: str, heading: str, rows: Mapping[str, Mapping[str, Cell | str | Number]]
+) -> Table:
+    """Returns a table with a row for each label, in the column ``heading``."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     filled = [cells(label, *(row.get(column) for column in columns)) for label, row in rows.items()]
-    return Table(name, caption, ["run", *columns], filled)
+    return Table(name, caption, [heading, *columns], filled)
 
 
-def to_rich(table: Table, title: str, *, caption: str | None = None, transposed: bool = False) -> RichTable:
+def to_rich(table: Table, title: str, *, transposed: bool = False) -> RichTable:
     """Convert the table for a terminal; ``transposed`` shows rows as columns."""
     from rich.table import Table as RichTable
 
     lines = [["", *table.columns[1:]], *([cell.text for cell in row] for row in table.rows)]
     headings, *rows = zip(*lines, strict=True) if transposed else lines
-    drawn = RichTable(title=title, caption=caption)
+    drawn = RichTable(title=title, caption=table.caption or None)
     for place, heading in enumerate(headings):
         drawn.add_column(heading, justify="right" if place else "left", overflow="fold")
     for row in rows:
         drawn.add_row(*row)
     return drawn
-
-
-def finished_of(finished: int, total: int, failed: int) -> str:
-    """Format how many runs of a variant are finished: "3", or "2 of 3, 1 failed"."""
-    done = str(finished) if finished == total else f"{finished} of {total}"
-    return f"{done}, {failed} failed" if failed else done

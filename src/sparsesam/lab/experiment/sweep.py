@@ -87,10 +87,6 @@ class Job:
         return "unfinished" if self.failure is None else "failed"
 
     @property
-    def is_running(self) -> bool:
-        return self.files.running.exists()
-
-    @property
     def failure(self) -> str | None:
         """The error of the last attempt, if it failed."""
         content = read_json(self.files.failure)

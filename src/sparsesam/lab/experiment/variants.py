@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from sparsesam.lab.display import Number, Series, SeriesStyle, finished_of, percent, ratio
+from sparsesam.lab.display import Cell, Number, Series, SeriesStyle, Table, number_cell, percent, ratio, table_of_rows
 from sparsesam.lab.experiment.confidence import confidence_interval, half_width
 from sparsesam.lab.experiment.config import TrainConfig
 
@@ -42,15 +42,11 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 @dataclass(frozen=True, eq=False)
 class Variant(Generic[RunT]):
-    """``runs`` have distinct seeds; ``duplicates`` are further runs with the same settings and seed, not counted.
-
-    ``style`` is the same in every figure.
-    """
+    """``runs`` have distinct seeds; ``style`` is the same in every figure."""
 
     label: str
     config: TrainConfig
     runs: Sequence[RunT]
-    duplicates: Sequence[RunT] = ()
     style: SeriesStyle = field(default_factory=SeriesStyle)
 
     @property
@@ -60,7 +56,9 @@ class Variant(Generic[RunT]):
     @property
     def seeds(self) -> str:
         """How many of its runs are finished: "3", or "2 of 3, 1 failed"."""
-        return finished_of(len(self.finished), len(self.runs), sum(run.status == "failed" for run in self.runs))
+        finished, failed = len(self.finished), sum(run.status == "failed" for run in self.runs)
+        done = str(finished) if finished == len(self.runs) else f"{finished} of {len(self.runs)}"
+        return f"{done}, {failed} failed" if failed else done
 
     @property
     def accuracy(self) -> Number:
@@ -142,3 +140,19 @@ def _in_units_of(plain: Variant[Any], costs: Mapping[Variant[Any], Number]) -> d
     epochs = {variant: variant.mean("epochs") or variant.config.epochs for variant in costs}
     unit = (costs[plain] or 1.0) * epochs[plain]
     return {variant: cost and cost * epochs[variant] / unit for variant, cost in costs.items()}
+
+
+def results_table(variants: Sequence[Variant[Any]], costs: Costs) -> Table:
+    """Returns a row per variant: means over its finished seeds, and its cost, beside its budget if any has one."""
+    has_budget, rows = any(variant.config.has_budget for variant in variants), {}
+    for variant in variants:
+        budget = variant.config.budget if variant.config.has_budget else None
+        rows[variant.label] = {
+            "test accuracy": Cell(variant.accuracy_text, order=variant.accuracy),
+            f"{costs.measure} / {costs.reference}": number_cell(costs.values[variant], ratio),
+            **({"budget": budget} if has_budget else {}),
+            "sparsity": variant.mean("sparsity"),
+            "seeds": Cell(variant.seeds, order=len(variant.finished)),
+        }
+    caption = "Means over the finished seeds, in the last epoch; ±: 95 % interval of the mean, from three seeds on."
+    return table_of_rows("accuracy", caption, "variant", rows)

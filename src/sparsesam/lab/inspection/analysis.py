@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+from rich.console import Console
+from rich.progress import Progress
+
 from sparsesam.analysis import AnalysisResult, ProgressCallback
 from sparsesam.lab.display import Cell, Figure, Series, SeriesStyle, Table, table_of_rows
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import seal, write_atomically
 from sparsesam.lab.experiment.setting_types import option
+from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
-Summary = dict[str, Cell | float | None]
+Summary = dict[str, Cell | str | float | None]
 #: The analysis with shared options, the runs to measure, and notes on those left out.
 Prepared = tuple["Analysis[Any]", Sequence[TrainedRun], Sequence[str]]
 ResultT = TypeVar("ResultT", bound=AnalysisResult)
@@ -26,12 +30,11 @@ MeasureT = TypeVar("MeasureT")
 
 @dataclass(frozen=True)
 class LabeledResult(Generic[ResultT]):
-    """A result with the label and style of its run. ``other`` is the label of the second run with ``--between``."""
+    """A result with the label and style of its run."""
 
     label: str
     result: ResultT
     style: SeriesStyle = SeriesStyle()
-    other: str = ""
 
     def series(self, x: Iterable[Any], y: Iterable[Any], *, name: str = "", **options: Any) -> Series:
         """Returns a series in the style of the run, labeled ``name`` or by the run."""
@@ -76,10 +79,14 @@ class Analysis(ABC, Generic[ResultT]):
         """Returns the checkpoint and the images that the result is measured on."""
         return run.origin() if self.needs == "weights" else {}
 
-    def measure_and_write(self, run: TrainedRun, progress: ProgressCallback = lambda done, total: None) -> ResultT:
-        """Measure and write the result with its provenance to ``analyses/NAME.json`` (docs/analyze.md)."""
-        start = time.perf_counter()
-        result = self.measure(run, progress)
+    def measure_and_write(self, run: TrainedRun) -> ResultT:
+        """Measure, with a progress bar in a terminal, and write the result with its provenance to
+        ``analyses/NAME.json`` (docs/analyze.md).
+        """
+        console, start = Console(stderr=True, highlight=False), time.perf_counter()
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(f"{self.name} of {run.path}", total=None)
+            result = self.measure(run, lambda done, total: bar.update(task, completed=done, total=total))
         seconds, machine = time.perf_counter() - start, provenance()
         made = {"options": self.options, "seconds": seconds, "command": machine["command"], "provenance": machine}
         made, identity = {**self.origin(run), **made}, None if self.needs == "nothing" else run.config.identity
@@ -98,7 +105,7 @@ class Analysis(ABC, Generic[ResultT]):
 
     @classmethod
     def table(cls, name: str, results: Sequence[LabeledResult[ResultT]]) -> Table:
-        return table_of_rows(name, cls.caption, {run.label: cls.summary(run.result) for run in results})
+        return table_of_rows(name, cls.caption, "run", {run.label: cls.summary(run.result) for run in results})
 
     @classmethod
     @abstractmethod
@@ -108,17 +115,9 @@ class Analysis(ABC, Generic[ResultT]):
     @classmethod
     def notes(cls, results: Sequence[LabeledResult[ResultT]]) -> list[str]:
         """Returns each note once, with the runs it applies to unless it applies to all."""
-        labels: dict[str, dict[str, None]] = {}
-        for run in results:
-            for note in run.result.remarks():
-                labels.setdefault(note, {})[run.label] = None
-        everyone = len({run.label for run in results})
-        return [note if len(of) == everyone else f"{', '.join(of)}: {note}" for note, of in labels.items()]
-
-    @classmethod
-    def why_hidden(cls, results: Sequence[LabeledResult[ResultT]]) -> str:
-        """Returns a sentence to show in the report instead of the results; empty to show them."""
-        return ""
+        pairs = [(note, run.label) for run in results for note in run.result.remarks()]
+        labels = {note: [label for _, label in found] for note, found in grouped(pairs, lambda pair: pair[0]).items()}
+        return [note if len(of) == len(results) else f"{', '.join(of)}: {note}" for note, of in labels.items()]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparsesam.analysis import AnalysisResult, GeneralizationBound, ProgressCallback, generalization_bound
-from sparsesam.lab.display import Axis, Cell, Figure, significant
+from sparsesam.lab.display import Axis, Figure
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, RadiusAnalysis, Summary, every_and_masked
 from sparsesam.lab.inspection.trained_run import TrainedRun
@@ -47,7 +47,7 @@ class BoundAnalysis(RadiusAnalysis[BoundResult]):
             "= largest loss within rho": every.max_loss,
             "+ complexity": every.complexity,
             "loss of a uniform prediction": every.threshold,
-            "informative": Cell("no, vacuous", status="failed") if every.vacuous else Cell("yes", status="finished"),
+            "informative": "no, vacuous" if every.vacuous else "yes",
             "bound, mask only": None if masked is None else masked.bound,
             **{name: getattr(every, name.replace(" ", "_")) for name in (*_TERMS, "k", "n")},
             "||w||²": every.squared_norm,
@@ -64,11 +64,3 @@ class BoundAnalysis(RadiusAnalysis[BoundResult]):
         caption = "complexity = sqrt((dimension + confidence + remainder) / (n − 1))."
         x, y = Axis("term"), Axis("value", log=True)
         return [Figure("bound-terms", "Terms of the complexity", caption, x, y, {"": bars}, kind="bars")]
-
-    @classmethod
-    def why_hidden(cls, results: Sequence[LabeledResult[BoundResult]]) -> str:
-        bounds = [bound for run in results for bound in (run.result.every, run.result.masked) if bound is not None]
-        least = min(bounds, key=lambda bound: bound.bound)
-        values = f"the smallest is {significant(least.bound)}, of a uniform prediction {significant(least.threshold)}"
-        words = f"vacuous for every run; {values}. `sparsesam report --bounds` shows the terms."
-        return f"Generalization bound (theorem 3): {words}" if least.vacuous else ""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sparsesam import SSAM, InverseSqrt, random_mask
 from sparsesam.analysis import AnalysisResult, ProgressCallback
 from sparsesam.analysis.results import Array
-from sparsesam.lab.display import Axis, Figure, SeriesStyle, error_bars, numbers
+from sparsesam.lab.display import Axis, Figure, SeriesStyle
 from sparsesam.lab.experiment.setting_types import PositiveInt, option
 from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
@@ -139,10 +139,10 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
         panels = {}
         for directory in results:
             for method, found in directory.result.methods.items():
-                bars = error_bars(numbers(found.measured), numbers(found.deviation))
-                # The printed bound can be 0 or less at T = 1, which a logarithmic axis cannot show.
-                printed = np.where(found.bound > 0, found.bound, np.nan)
-                panels[method if len(results) == 1 else f"{method}, {directory.label}"] = [
+                ends = (found.measured - found.deviation).tolist(), (found.measured + found.deviation).tolist()
+                bars = None if np.isnan(found.deviation).any() else list(zip(*ends, strict=True))
+                printed = np.where(found.bound > 0, found.bound, np.nan)  # it can be 0 or less at T = 1
+                panels[f"{method}, {directory.label}"] = [
                     SeriesStyle("blue").series(f"measured, {method}", found.T, found.measured, bars=bars),
                     SeriesStyle("orange").series("bound, log T", found.T, printed),
                     SeriesStyle("green").series("bound, Σ 1/t", found.T, found.bound_harmonic),

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from sparsesam.analysis import FisherAgreement, ProgressCallback, fisher_vs_hessian
-from sparsesam.lab.display import Axis, Cell, Figure, Series, number_cell, percent
+from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, LayerAnalysis, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
@@ -45,27 +45,22 @@ class FisherAnalysis(LayerAnalysis[FisherAgreement]):
             "h < 0": number_cell(result.negative_share, percent),
             **{f"kept in common at {s}": number_cell(kept, percent) for s, kept in result.kept_in_common.items()},
             "weights": result.weights,
-            "Hessian’s diagonal": Cell(result.hessian),
+            "Hessian’s diagonal": result.hessian,
         }
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[FisherAgreement]]) -> list[Figure]:
-        title = cls.title_of("Fisher information and |h|", name)
-        caption = "Up to 2000 weights. Pairs with a zero are left out."
+        points, lines = {}, []
+        for run in results:
+            fisher, h = run.result.scatter.T
+            shown = (fisher > 0) & (h != 0)
+            points[run.label] = [run.series(fisher[shown], np.abs(h[shown]))]
+            kept = {float(sparsity): 100 * share for sparsity, share in run.result.kept_in_common.items()}
+            lines.append(run.series(kept, kept.values()))
+        lines.append(Series("by chance", "ink", list(kept), [100 * (1 - sparsity) for sparsity in kept], faint=True))
+        title, caption = cls.title_of("Fisher information and |h|", name), "Up to 2000 weights, without pairs with a 0."
         x, y = Axis("Fisher information", log=True), Axis("|h|", log=True)
-        points = {run.label: [_scatter(run)] for run in results}
         scatter = Figure(f"{name}-scatter", title, caption, x, y, points, kind="points")
-        title = cls.title_of("Weights kept in common", name)
+        title, x, y = cls.title_of("Weights kept in common", name), Axis("sparsity"), Axis("kept by both (%)")
         caption = "Of the weights that Fisher information keeps, the share that |h| would keep too."
-        sparsities = [float(sparsity) for sparsity in results[0].result.kept_in_common]
-        shares = [(run, run.result.kept_in_common.values()) for run in results]
-        lines = [run.series(sparsities, [100 * share for share in kept]) for run, kept in shares]
-        chance = Series("by chance", "ink", sparsities, [100 * (1 - sparsity) for sparsity in sparsities], faint=True)
-        panels = {"": [*lines, chance]}
-        return [scatter, Figure(f"{name}-kept", title, caption, Axis("sparsity"), Axis("kept by both (%)"), panels)]
-
-
-def _scatter(run: LabeledResult[FisherAgreement]) -> Series:
-    fisher, h = run.result.scatter.T
-    shown = (fisher > 0) & (h != 0)
-    return run.series(fisher[shown], np.abs(h[shown]))
+        return [scatter, Figure(f"{name}-kept", title, caption, x, y, {"": lines})]

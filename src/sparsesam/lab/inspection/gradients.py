@@ -36,25 +36,22 @@ class GradientAnalysis(RadiusAnalysis[GradientDifference]):
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[GradientDifference]]) -> list[Figure]:
+        panels: dict[str, list[Series]] = {}
+        bars = []
+        for run in results:
+            middles = (run.result.edges[1:] + run.result.edges[:-1]) / 2
+            for group, title in _GROUPS.items():
+                if (found := getattr(run.result, group)) is not None:
+                    line = run.series(middles, found.histogram / max(found.weights, 1))
+                    panels.setdefault(title, []).append(line)
+            layers = run.result.layers
+            bars.append(run.series(layers, [100 * layer.share_below_zero for layer in layers.values()]))
         caption = (
             "r = log10 |(g_SAM − g_SGD) / g_SGD| of each weight. Left of 0, the difference is smaller than the "
             "gradient itself: the perturbation matters little there."
         )
-        panels = {title: panel for group, title in _GROUPS.items() if (panel := _histograms(results, group))}
         x, y = Axis("r"), Axis("share of weights per bin")
         histogram = Figure("gradient-difference", "Histogram of r", caption, x, y, panels)
         caption = "The share of each layer’s weights with r < 0."
         x, y = Axis("parameter"), Axis("share with r < 0 (%)")
-        layers = [(run, run.result.layers) for run in results]
-        bars = [run.series(of, [100 * layer.share_below_zero for layer in of.values()]) for run, of in layers]
         return [histogram, Figure("gradient-difference-layers", "By layer", caption, x, y, {"": bars}, kind="bars")]
-
-
-def _histograms(results: Sequence[LabeledResult[GradientDifference]], group: str) -> list[Series]:
-    series = []
-    for run in results:
-        differences, edges = getattr(run.result, group), run.result.edges
-        if differences is not None:
-            shares = differences.histogram / max(differences.weights, 1)
-            series.append(run.series((edges[1:] + edges[:-1]) / 2, shares))
-    return series

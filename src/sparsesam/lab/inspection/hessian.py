@@ -19,7 +19,7 @@ from sparsesam.analysis import (
     hessian_trace,
     spectral_density,
 )
-from sparsesam.lab.display import Axis, Cell, Figure, Series, error_bars, number_cell, plus_minus
+from sparsesam.lab.display import Axis, Figure
 from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import LabeledResult, LayerAnalysis, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
@@ -39,7 +39,7 @@ class HessianResult(AnalysisResult):
 class HessianAnalysis(LayerAnalysis[HessianResult]):
     help = "the Hessian's largest eigenvalues, trace and spectral density"
     title = "Hessian"
-    caption = "Curvature: flatter minima have a smaller lambda_1 and trace. ± is the 95 % interval over random vectors."
+    caption = "Curvature: flatter minima have a smaller lambda_1 and trace."
     files = ("hessian", "hessian-layers")
     result_type = HessianResult
 
@@ -72,31 +72,21 @@ class HessianAnalysis(LayerAnalysis[HessianResult]):
         return {
             "lambda_1": spectrum.eigenvalues[0],
             "lambda_1 / lambda_5": spectrum.ratio,
-            "trace": number_cell(trace.trace, lambda value: plus_minus(value, 1.96 * trace.standard_error)),
+            "trace": trace.trace,
+            "standard error": trace.standard_error,
             "smallest Ritz value": min(float(nodes.min()) for nodes in density.nodes),
             "weights": spectrum.size,
             "products": spectrum.products + trace.products + density.products,
-            "converged": Cell("yes" if spectrum.converged else "no"),
+            "converged": "yes" if spectrum.converged else "no",
         }
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[HessianResult]]) -> list[Figure]:
-        eigenvalue, rank = Axis("eigenvalue"), Axis("rank", whole=True)
-        title, caption = cls.title_of("Largest eigenvalues", name), "Bars are estimated errors."
-        panels = {"": [_eigenvalues(run) for run in results]}
-        largest = Figure(f"{name}-eigenvalues", title, caption, rank, eigenvalue, panels, kind="points")
-        title, share = cls.title_of("Spectral density", name), Axis("share of eigenvalues per unit", log=True)
-        caption = "Stochastic Lanczos quadrature; the further right the density extends, the sharper the minimum."
-        panels = {"": [_density(run) for run in results]}
-        return [largest, Figure(f"{name}-density", title, caption, eigenvalue, share, panels)]
-
-
-def _eigenvalues(run: LabeledResult[HessianResult]) -> Series:
-    spectrum = run.result.eigenvalues
-    values, errors = spectrum.eigenvalues.tolist(), spectrum.error_bounds.tolist()
-    return run.series(range(1, len(values) + 1), values, bars=error_bars(values, errors))
-
-
-def _density(run: LabeledResult[HessianResult]) -> Series:
-    grid, density = run.result.density.grid, run.result.density.density
-    return run.series(grid, np.where(density > _FLOOR * density.max(), density, np.nan))
+        series = []
+        for run in results:
+            density = run.result.density.density
+            shown = np.where(density > _FLOOR * density.max(), density, np.nan)
+            series.append(run.series(run.result.density.grid, shown))
+        title, caption = cls.title_of("Spectral density", name), "Further right, the minimum is sharper."
+        x, y = Axis("eigenvalue"), Axis("share of eigenvalues per unit", log=True)
+        return [Figure(f"{name}-density", title, caption, x, y, {"": series})]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsesam.analysis import MaskHistory, ProgressCallback, masks_over_time
-from sparsesam.lab.display import Axis, Figure, Series, number_cell, percent
+from sparsesam.lab.display import Axis, Figure, number_cell, percent
 from sparsesam.lab.experiment.run_directory import read_masks
 from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Prepared, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
@@ -25,11 +25,11 @@ class MaskAnalysis(Analysis[MaskHistory]):
 
     def prepare(self, runs: Sequence[TrainedRun]) -> Prepared:
         """Leave out runs without masks; ValueError if no run has masks."""
-        reasons = [_why_no_masks(run) for run in runs]
-        if all(reasons):
-            raise ValueError("; ".join(reasons))
-        having = [run for run, reason in zip(runs, reasons, strict=True) if not reason]
-        return self, having, [f"left out: {reason}" for reason in reasons if reason]
+        having = [run for run in runs if run.directory.mask_files()]
+        left_out = ", ".join(str(run.path) for run in runs if run not in having)
+        if not having:
+            raise ValueError(f"{left_out}: no masks; train with a mask (ssam-f) and --record-masks true")
+        return self, having, [f"left out, without masks: {left_out}"] if left_out else []
 
     def measure(self, run: TrainedRun, progress: ProgressCallback) -> MaskHistory:
         return masks_over_time(read_masks(run.path))
@@ -47,33 +47,20 @@ class MaskAnalysis(Analysis[MaskHistory]):
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[MaskHistory]]) -> list[Figure]:
+        panels, lines = {}, []
+        for run in results:
+            result, layers = run.result, run.result.density_by_layer
+            # Steps are category names: masks are unevenly spaced, and each is drawn equally wide.
+            panels[run.label] = [run.series([str(step) for step in result.steps], layers, z=layers.values())]
+            lines.append(run.series(result.steps[1:], result.overlap))
+            by_chance = f"{run.label}, by chance"
+            lines.append(run.series(result.steps[1:], result.overlap_by_chance, name=by_chance, faint=True))
         caption = "The share of perturbed weights of each parameter, for each mask."
         x, y, z = Axis("step"), Axis("parameter"), Axis("density")
-        panels = {run.label: [_density(run)] for run in results}
         density = Figure("mask-density", "Density per layer", caption, x, y, panels, "heatmap", z, (0.0, 1.0))
         caption = "Jaccard index of each mask with the previous one; dotted: random masks of the same densities."
-        panels = {"": [series for run in results for series in _overlap(run)]}
-        return [density, Figure("mask-overlap", "Overlap", caption, Axis("step", whole=True), Axis("overlap"), panels)]
-
-
-def _why_no_masks(run: TrainedRun) -> str:
-    if run.directory.mask_files():
-        return ""
-    if not run.config.optimizer.startswith("ssam"):
-        return f"{run.path} has no masks, because its optimizer is {run.config.optimizer}"
-    return f"{run.path} recorded no masks; train it with --record-masks true"
-
-
-def _density(run: LabeledResult[MaskHistory]) -> Series:
-    layers = run.result.density_by_layer
-    # Steps are category names: masks are unevenly spaced, and each is drawn equally wide.
-    return run.series([str(step) for step in run.result.steps], layers, z=layers.values())
-
-
-def _overlap(run: LabeledResult[MaskHistory]) -> list[Series]:
-    steps, result = run.result.steps[1:], run.result
-    chance = run.series(steps, result.overlap_by_chance, name=f"{run.label}, by chance", faint=True)
-    return [run.series(steps, result.overlap), chance]
+        x, y = Axis("step", whole=True), Axis("overlap")
+        return [density, Figure("mask-overlap", "Overlap", caption, x, y, {"": lines})]
 
 
 def _mean(values: np.ndarray) -> float | None:

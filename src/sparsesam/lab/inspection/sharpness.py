@@ -15,10 +15,8 @@ from sparsesam.lab.inspection.trained_run import TrainedRun
 
 @dataclass(frozen=True)
 class SharpnessResult(AnalysisResult):
-    """``masked`` is None for runs without a mask."""
-
     every: Sharpness
-    masked: Sharpness | None
+    masked: Sharpness | None  # None for runs without a mask
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,12 @@ class SharpnessAnalysis(RadiusAnalysis[SharpnessResult]):
 
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[SharpnessResult]]) -> list[Figure]:
-        every = [_path(run, run.result.every) for run in results]
-        masked = [_path(run, run.result.masked) for run in results if run.result.masked is not None]
-        panels = {"every weight": every, **({"the mask’s weights": masked} if masked else {})}
+        panels: dict[str, list[Series]] = {}
+        for run in results:
+            for title, found in (("every weight", run.result.every), ("the mask’s weights", run.result.masked)):
+                if found is not None:
+                    line = run.series(range(len(found.path)), [loss - found.loss for loss in found.path])
+                    panels.setdefault(title, []).append(line)
         caption = "The largest increase of the loss after each gradient ascent step."
         x, y = Axis("gradient ascent steps", whole=True), Axis("increase of the loss")
         return [Figure("sharpness-path", "Gradient ascent", caption, x, y, panels)]
-
-
-def _path(run: LabeledResult[SharpnessResult], measured: Sharpness) -> Series:
-    return run.series(range(len(measured.path)), [loss - measured.loss for loss in measured.path])

@@ -44,13 +44,7 @@ class EvalSettings(Machine):
 
 
 def load_run(path: Path | str, *, weights: Path | None = None, **options: Any) -> TrainedRun:
-    """Load the run in a directory, optionally with ``weights`` from a file; ``options`` are fields of `EvalSettings`.
-
-        run = load_run("runs/a", samples=256)
-        hessian_eigenvalues(run.objective).ratio
-
-    ``run.masks`` are the masks in use at the checkpoint.
-    """
+    """Load the run in a directory, optionally with other ``weights``; ``options`` are fields of `EvalSettings`."""
     directory = RunDirectory.existing(Path(path))
     return TrainedRun(directory.path, EvalSettings(**options), weights)
 
@@ -112,16 +106,16 @@ class TrainedRun:
     def _masks(self) -> tuple[int | None, dict[str, Tensor] | None]:
         """The step that computed the masks in use at the checkpoint, and the masks; None for both without masks."""
         if "training" in self._content:
-            return _masks_of(self._content)
+            _, own, tensors = split_own(self._content["training"]["optimizer"])
+            if own is None or own["mask"] is None or not own["mask"]["is_made"]:
+                return None, None
+            return int(own["mask"]["last_step"]), tensors["mask"]
         before = [(step, file) for step, file in self.directory.mask_files() if step < self.step]
         if before:
             return before[-1][0], read_mask_file(before[-1][1])
-        last = self.directory.last
-        made, masks = _masks_of(self.directory.load(last)) if last.exists() else (None, None)
-        if made is not None and made >= self.step:
+        if self.config.optimizer.startswith(("ssam", "sam-on")):
             self.notes.append("the mask in use at best.pt was not recorded; train with --record-masks true")
-            return None, None
-        return made, masks
+        return None, None
 
     @cached_property
     def _content(self) -> dict[str, Any]:
@@ -134,13 +128,7 @@ class TrainedRun:
 
     @cached_property
     def splits(self) -> Splits | FolderSplits:
-        splits = load_splits(self.config, self.environment)
-        if splits.num_classes < 2:
-            raise ValueError(
-                f"{self.path}: the data set {self.config.dataset} has one class, so its loss is always 0; "
-                "an analysis needs at least two"
-            )
-        return splits
+        return load_splits(self.config, self.environment)
 
     @cached_property
     def batches(self) -> Batches:
@@ -175,10 +163,3 @@ class TrainedRun:
             "device": str(next(self.model.parameters()).device),
             "notes": self.notes,
         }
-
-
-def _masks_of(content: dict[str, Any]) -> tuple[int | None, dict[str, Tensor] | None]:
-    _, own, tensors = split_own(content["training"]["optimizer"])
-    if own is None or own["mask"] is None or not own["mask"]["is_made"]:
-        return None, None
-    return int(own["mask"]["last_step"]), tensors["mask"]

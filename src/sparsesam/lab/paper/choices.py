@@ -30,14 +30,14 @@ class Source(NamedTuple):
 
 def settings_of(recipe: Recipe) -> list[Source]:
     """Returns every setting that the runs use, once for each mark; those at their default as one, the last."""
-    found: dict[str, dict[str, dict[str, None]]] = {name: {} for name in DEFAULTS if name != "seed"}
+    found: dict[tuple[str, str], dict[str, None]] = {}
     for config in recipe.configs:
-        for name in found.keys() - unused(config):
-            found[name].setdefault(_mark(name, recipe, config), {})[str(getattr(config, name))] = None
-    marked = [Source(name, tuple(values), mark) for name, marks in found.items() for mark, values in marks.items()]
+        for name in DEFAULTS.keys() - unused(config) - {"seed"}:
+            found.setdefault((name, _mark(name, recipe, config)), {})[str(getattr(config, name))] = None
     others = Source("every other", ("its default",), _SOURCES["ours"].format(read_choices()[recipe.scale]["*"]))
-    shown = [source for source in marked if (*source.values, source.mark) != (str(DEFAULTS[source.name]), others.mark)]
-    return [*shown, others] if marked else []
+    marked = [Source(name, tuple(values), mark) for (name, mark), values in found.items()]
+    shown = [source for source in marked if source[1:] != ((str(DEFAULTS[source.name]),), others.mark)]
+    return [*sorted(shown, key=lambda source: list(DEFAULTS).index(source.name)), others] if marked else []
 
 
 def other_choices(recipe: Recipe) -> list[Source]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from rich.console import Console, Group
-from rich.table import Table as RichTable
+from rich.console import Group
 
 from sparsesam.lab.display import Table, cells, plural, to_rich
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
@@ -49,41 +49,30 @@ class RecipeRuns:
                 found[row, column.label] = values
         return found
 
-    def _columns(self) -> list[dict[str, list[str]]]:
-        """Returns groups of columns, texts of all rows by heading: our means over the seeds, ± their 95 % intervals,
-        and the paper's numbers; at full scale in pairs.
+    def table(self) -> Group:
+        """Returns the comparison for the terminal, in tables of four columns: our means over the seeds, ± their 95 %
+        intervals, and the paper's numbers, at full scale beside ours.
         """
         recipe, rows, numbers = self.recipe, self.recipe.row_labels, self.numbers()
-        ours = [
-            {f"ours:\n{column.label}": [column.show(numbers.get((row, column.label), {})) for row in rows]}
-            for column in recipe.columns
-        ]
+        found = [[numbers.get((row, column.label), {}) for column in recipe.columns] for row in rows]
         printed = [dict(enumerate(recipe.rows[row]["paper"])) for row in rows]
+        ours = [
+            (f"ours:\n{column.label}", [column.show(values[place]) for values in found])
+            for place, column in enumerate(recipe.columns)
+        ]
         theirs = [
-            {f"paper:\n{column.label}": [column.show_paper(row.get(place)) for row in printed]}
+            (f"paper:\n{column.label}", [column.show_paper(values.get(place)) for values in printed])
             for place, column in enumerate(recipe.at("full").columns if recipe.has_numbers else ())
         ]
-        if recipe.scale == "full" and theirs:
-            return [first | second for first, second in zip(ours, theirs, strict=True)]
-        return [*ours, *theirs]
-
-    def table(self) -> Group:
-        """Returns the comparison for the terminal, in several tables where one would be too wide."""
-        recipe, numbers, console, unlimited = self.recipe, self.numbers(), Console(), Console(width=10_000)
-        found = [[numbers.get((row, column.label), {}) for column in recipe.columns] for row in recipe.row_labels]
-        seeds = [max(map(len, values)) for values in found]
-
-        def drawn(columns: dict[str, list[str]]) -> RichTable:
-            lines = zip(recipe.row_labels, *columns.values(), seeds, strict=True)
-            rows = [cells(*line) for line in lines]
-            return to_rich(Table("comparison", "", ["", *columns, "our seeds"], rows), "")
-
-        parts: list[dict[str, list[str]]] = [{}]
-        for together in self._columns():
-            if parts[-1] and unlimited.measure(drawn(parts[-1] | together)).maximum > console.width:
-                parts.append({})
-            parts[-1] |= together
-        tables = [drawn(part) for part in parts]
+        is_paired = recipe.scale == "full" and theirs
+        columns = list(itertools.chain.from_iterable(zip(ours, theirs, strict=True) if is_paired else (ours, theirs)))
+        seeds = [str(max(map(len, values))) for values in found]
+        tables = []
+        for first in range(0, len(columns), 4):
+            shown = [("", rows), *columns[first : first + 4], ("our seeds", seeds)]
+            headings, texts = zip(*shown, strict=True)
+            lines = [cells(*line) for line in zip(*texts, strict=True)]
+            tables.append(to_rich(Table("comparison", "", headings, lines), ""))
         tables[0].title = f"{recipe.place}: {recipe.title}"
         tables[-1].caption = f"{sum(job.is_finished for job in self.jobs)} of {plural(len(self.jobs), 'run')}"
         return Group(*tables)
@@ -97,8 +86,7 @@ class RecipeRuns:
             changed = ", ".join(f"{name}={value}" for name, value in recipe.overrides.items())
             yield f"Overridden by --set in every run: {changed}. These are not the recipe's own settings."
         if recipe.scale == "laptop":
-            noise = sorted({config.label_noise for config in configs if config.label_noise})
-            if noise:
+            if noise := sorted({config.label_noise for config in configs if config.label_noise}):
                 shares = " or ".join(f"{100 * share:g} %" for share in noise)
                 yield f"{shares} of the training labels are wrong; the test labels are clean."
             yield "Network and data are not the paper's: compare rows, not values."
@@ -111,34 +99,29 @@ class RecipeRuns:
                 "Times are measured in separate short runs, one at a time: medians over the steps after the first "
                 "five, without mask refreshes and loading of images; for mask refreshes, medians without the first."
             )
-        cells = self.numbers()
-        seeds = sorted({len(values) for values in cells.values()})
-        if seeds:
+        numbers = self.numbers()
+        if seeds := sorted({len(values) for values in numbers.values()}):
             machines = "; ".join(dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished))
             count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
-            intervals = "± is the 95 % interval of the mean (Student's t)"
-            if seeds[-1] < MIN_SEEDS:
-                intervals = "fewer than three seeds have no interval"
-            yield f"On {machines}. {count} for each number; {intervals}."
+            yield f"On {machines}. {count} for each number; from three on, ± is the 95 % interval of the mean."
         for column in recipe.columns:
-            found = {row: cells[row, column.label] for row in recipe.row_labels if (row, column.label) in cells}
+            found = {row: numbers[row, column.label] for row in recipe.row_labels if (row, column.label) in numbers}
             if column.relative_to is None and len(found) > 1:
-                yield _best_of(column, found)
+                yield f"{column.label}: {_ranking(found, is_timed=column.is_timed)}"
 
 
-def _best_of(column: Column, found: Mapping[str, Mapping[int, float]]) -> str:
-    """Describe the best row of a column, and the rows not significantly different from it."""
-    ranking = rank(found, highest=not column.is_timed)
+def _ranking(found: Mapping[str, Mapping[int, float]], *, is_timed: bool) -> str:
+    """Names the best row of a column, and the rows not significantly different from it."""
+    ranking = rank(found, highest=not is_timed)
     if ranking is None:
-        return f"{column.label}: no ranking with fewer than three seeds; --seeds 3 or more may show a difference."
+        return "no ranking with fewer than three seeds; --seeds 3 or more may show a difference."
     few = [row for row, values in found.items() if len(values) < MIN_SEEDS]
-    others, alike = len(found) - len(few) - 1, [row for row in ranking.alike if row != ranking.best]
-    start = f"{column.label}: {ranking.best} is {'fastest' if column.is_timed else 'best'}"
-    end = f" Not ranked, fewer than three seeds: {', '.join(few)}." if few else ""
+    alike = [row for row in ranking.alike if row != ranking.best]
+    words = f"but does not differ significantly from {' and '.join(alike)} with these seeds"
     if not alike:
-        return f"{start}; it differs significantly from every other row.{end}"
-    rows = "any other row" if len(alike) == others else " and ".join(alike)
-    return f"{start}, but does not differ significantly from {rows} with these seeds.{end}"
+        words = "and differs significantly from every other row"
+    end = f" Not ranked, fewer than three seeds: {', '.join(few)}." if few else ""
+    return f"{ranking.best} is {'fastest' if is_timed else 'best'}, {words}.{end}"
 
 
 def _machine(job: Job) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -23,7 +22,6 @@ from sparsesam.lab.experiment.run import make_fabric, make_training
 from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.models import build_model
 from sparsesam.lab.paper.recipe import Recipe
-from sparsesam.utils.memory import SavedBytes
 
 #: A CPU takes steps of at least two images, if both take seconds: a core does some 50 GFLOP per second.
 STEPS, CPU_BATCH, CPU_FLOPS = 2, 2, 2e12
@@ -39,75 +37,52 @@ SHAPES = {
 }
 
 
-class Cost(NamedTuple):
-    """``passes`` are forward-backward passes over a batch. The analysis of a network counts no run and no steps."""
-
-    runs: int = 0
-    steps: int = 0
-    passes: float = 0.0
-    flops: float = 0.0
-    memory: float = 0.0
-
-
 @cache
-def measure_model(name: str, dataset: str) -> tuple[torch.nn.Module, float, float]:
-    """Returns a model on the meta device, without memory or arithmetic; per image, the operations of its forward and
-    the bytes saved for its backward.
-    """
+def measure_model(name: str, dataset: str) -> tuple[torch.nn.Module, float]:
+    """Returns a model on the meta device, without memory or arithmetic, and the operations of a forward per image."""
     if dataset not in SHAPES:
-        raise ValueError(
-            f"dataset must be one of {', '.join(SHAPES)} for a dry run, which loads no data, got {dataset!r}"
-        )
+        raise ValueError(f"dataset must be one of {', '.join(SHAPES)} for a dry run, got {dataset!r}")
     classes, channels, side, _ = SHAPES[dataset]
     with torch.device("meta"):
         model, images = build_model(name, classes, channels, side), torch.empty(2, channels, side, side)
-    saved = SavedBytes(model.parameters())
-    with FlopCounterMode(display=False) as counter, saved.counted():
+    with FlopCounterMode(display=False) as counter:
         model(images)
-    return model, counter.get_total_flops() / len(images), saved.total / len(images)
+    return model, counter.get_total_flops() / len(images)
 
 
-def run_cost(config: TrainConfig) -> Cost:
-    """Estimate the cost of a run: a backward pass costs two forward passes, the optimizer's arithmetic nothing.
+def run_cost(config: TrainConfig) -> tuple[int, float, float]:
+    """Estimate steps, forward-backward passes over a batch, and operations of a run.
 
-    Memory holds weights, gradients and the base optimizer's state. A step adds the saved weights to restore after the
-    ascent, a mask, and the batch's activations, half as large in 16 bits but with 16-bit copies of the weights. A
-    Fisher information adds sums and scores, and the float32 activations of one image with their gradients.
+    A backward pass costs two forward passes, the optimizer's arithmetic nothing.
     """
-    model, flops, saved = measure_model(config.model, config.dataset)
-    parameters, images = sum(parameter.numel() for parameter in model.parameters()), SHAPES[config.dataset][-1]
+    images = SHAPES[config.dataset][-1]
     per_epoch = math.ceil(min(config.train_size or images, images) / config.batch_size)
-    steps, halves = config.total_steps(per_epoch), config.precision in ("bf16", "fp16")
+    steps = config.total_steps(per_epoch)
     passes = steps * passes_per_step(config, epochs=steps / per_epoch)
-    state = 12 if (config.optimizer if config.is_plain else config.base) == "sgd" else 16
-    needed = config.batch_size * saved * (0.5 if halves else 1) + parameters * (2 if halves else 0)
-    needed += 0.0 if config.is_plain else parameters * 4.125
     if config.optimizer == "ssam-f":
         passes += math.ceil(steps / config.steps_between_masks(per_epoch)) * config.fisher_samples / config.batch_size
-        needed = max(needed, 2 * saved + parameters * 8)
-    return Cost(1, steps, passes, passes * 3 * flops * config.batch_size, parameters * state + needed)
+    return steps, passes, passes * 3 * measure_model(config.model, config.dataset)[1] * config.batch_size
 
 
 def cost_table(recipe: Recipe, *, seeds: int, tflops: float) -> Table:
     """Returns a table with the cost of each kind of run, of the figure's analysis, and the total over all seeds."""
     drawn = Table(title=f"{recipe.place}, estimated", caption="passes: forward-backward passes over a batch")
     drawn.add_column("one seed", overflow="fold", min_width=16)
-    for heading in ("runs", "steps", "passes", "PFLOP", "GPU\nhours", "GPU\nmemory"):
+    for heading in ("runs", "steps", "passes", "PFLOP", "GPU\nhours"):
         drawn.add_column(heading, justify="right", no_wrap=True)
     kinds = grouped(recipe.sweep([0]).variants.values(), lambda run: f"{run.model} on {run.dataset}, {run.optimizer}")
-    groups = {label: [run_cost(config) for config in configs] for label, configs in kinds.items()}
+    groups = {label: [(1, *run_cost(config)) for config in configs] for label, configs in kinds.items()}
     runs, analysis = [cost for costs in groups.values() for cost in costs], []
     for config in recipe.configs if recipe.forwards else ():  # one network of each cell is measured
         images = recipe.forwards * recipe.analysis.get("samples", config.batch_size)
         flops = images * measure_model(config.model, config.dataset)[1]
-        analysis.append(Cost(passes=images / (3 * config.batch_size), flops=flops))
+        analysis.append((0, 0, images / (3 * config.batch_size), flops))
     groups |= {"analysis of the trained networks": analysis} if analysis else {}
-    groups[f"all, {plural(seeds, 'seed')}"] = [Cost(), *(seeds * runs), *analysis]
+    groups[f"all, {plural(seeds, 'seed')}"] = [(0, 0, 0.0, 0.0), *(seeds * runs), *analysis]
     for label, costs in groups.items():
-        counts, steps, passes, flops, memory = zip(*costs, strict=True)
-        shown = [f"{sum(counts):,}", f"{sum(steps):,}", f"{sum(passes):,.0f}", f"{sum(flops) / 1e15:,.1f}"]
-        hours = f"{sum(flops) / (tflops * 1e12) / 3600:,.1f}"
-        drawn.add_row(label, *shown, hours, f"{max(memory) / 2**30:.1f} GiB" if any(memory) else "–")
+        count, steps, passes, flops = map(sum, zip(*costs, strict=True))
+        hours = flops / (tflops * 1e12) / 3600
+        drawn.add_row(label, f"{count:,}", f"{steps:,}", f"{passes:,.0f}", f"{flops / 1e15:,.1f}", f"{hours:,.1f}")
     return drawn
 
 
@@ -126,7 +101,7 @@ def take_steps(config: TrainConfig) -> str:
     Errors are those of the run itself, such as too little memory of a GPU, which uses the run's batch size.
     """
     fabric, batch = make_fabric(config, RunEnvironment()), config.batch_size
-    model, flops, _ = measure_model(config.model, config.dataset)
+    model, flops = measure_model(config.model, config.dataset)
     classes, channels, side, images = SHAPES[config.dataset]
     if fabric.device.type != "cuda":
         batch = max(CPU_BATCH, round(1 / config.ascent_fraction))

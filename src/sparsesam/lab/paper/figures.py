@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,14 @@ import numpy as np
 import torch
 
 from sparsesam.lab.data import Splits, corrupt, load_dataset
-from sparsesam.lab.display import Axis, Bar, Figure, Series, SeriesStyle, assign_styles, write_images, write_plot
-from sparsesam.lab.experiment.confidence import confidence_interval
+from sparsesam.lab.display import Axis, Figure, Series, SeriesStyle, assign_styles, cells, write_images, write_plot
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
 from sparsesam.lab.experiment.run_directory import RunDirectory
-from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.experiment.variants import grouped, mean_curve
 from sparsesam.lab.inspection import Analysis, LabeledResult, TrainedRun, load_run
 from sparsesam.lab.inspection.gradients import GradientAnalysis
 from sparsesam.lab.inspection.hessian import HessianAnalysis
 from sparsesam.lab.inspection.landscape import LandscapeAnalysis
-from sparsesam.lab.inspection.progress import show_progress
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.recipe import Column
 
@@ -43,24 +41,31 @@ def draw_figure(trained: RecipeRuns, file: Path) -> list[str]:
     return sentences
 
 
-def _gradients(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """r of SAM's and SGD's gradient on one batch as in training: of its size, with batch statistics."""
+def _measured(kind: type[Analysis[Any]], trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
+    """The first figure of an analysis of the first seed's runs, as the paper's figures show one network of each row.
 
-    def measure(job: Job) -> Any:
-        size = job.config.batch_size
-        run = load_run(job.directory, data_dir=trained.data_dir, samples=size, batch_size=size, statistics="batch")
-        return _kept(run, GradientAnalysis(rho=job.config.rho, **trained.recipe.analysis))
-
-    found = {column.label: _measure_rows(trained, column, measure) for column in trained.recipe.columns}
-    drawn = {label: GradientAnalysis.figures("gradients", results)[0] for label, results in found.items()}
-    panels = {label: figure.panels["every weight"] for label, figure in drawn.items()}
-    sentences = [
-        f"{label}, {run.label}: r < 0 for {run.result.every.share_below_zero:.1%} of the weights"
-        for label, results in found.items()
-        for run in results
-    ]
-    sentences.append("r is measured on one training batch at the end of training, with a logarithm to base 10.")
-    return [replace(next(iter(drawn.values())), panels=panels)], sentences
+    r of SAM's and SGD's gradient is that on one batch as in training: of its size, with batch statistics. The other
+    analyses have a panel, with axes of its own, for each row: SGD's eigenvalues can be ten times the others'.
+    """
+    recipe, panels, sentences = trained.recipe, dict[str, Sequence[Series]](), list[str]()
+    for column in recipe.columns:
+        results = []
+        for row, style in _styles(trained).items():
+            job, options = trained.of(row, column).runs[0], recipe.analysis
+            on = {"data_dir": trained.data_dir, "samples": options.pop("samples", job.config.batch_size)}
+            if kind is GradientAnalysis:
+                on |= {"batch_size": job.config.batch_size, "statistics": "batch"}
+                options["rho"] = job.config.rho
+            results.append(LabeledResult(row, _kept(load_run(job.directory, **on), kind(**options)), style))
+            summary = kind.summary(results[-1].result)
+            shown = [f"{name} {cell.text}" for name, cell in zip(summary, cells(*summary.values()), strict=True)]
+            sentences.append(f"{column.label}, {row}: {', '.join(shown)}")
+        figure = kind.figures(kind.files[0], results)[0]
+        if kind is GradientAnalysis:
+            panels[column.label] = figure.panels["every weight"]
+        else:
+            panels |= {series.name: [series] for series in figure.series}
+    return [replace(figure, panels=panels)], sentences
 
 
 def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
@@ -81,61 +86,24 @@ def _curves(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 def _sparsity(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     """Accuracy against sparsity, with SAM as a horizontal line; at full scale also the paper's numbers, dotted."""
-    recipe, numbers, is_full = trained.recipe, trained.numbers(), trained.recipe.scale == "full"
+    recipe, numbers = trained.recipe, trained.numbers()
     rows = grouped(recipe.row_labels, lambda row: row.split()[0])
     styles = dict(zip(rows, assign_styles([method.lower() for method in rows]), strict=True))
     right = max(config.sparsity or 0.0 for config in recipe.configs)
     panels: dict[str, list[Series]] = {column.label: [] for column in recipe.columns}
     for (place, column), (method, of_method) in itertools.product(enumerate(recipe.columns), rows.items()):
-        lines: dict[str, list[tuple[float, float, Bar | None]]] = {method: [], f"{method}, paper": []}
+        curves, printed = defaultdict[int, dict[float, float]](dict), dict[float, float]()
         for row in of_method:
-            sparsity = recipe.config(row, column).sparsity or 0.0
-            if found := numbers.get((row, column.label)):
-                shares = [100 * value for value in found.values()]
-                interval = confidence_interval(shares, lowest=0.0, highest=100.0)
-                lines[method].append((sparsity, statistics.fmean(shares), interval))
-            printed = recipe.rows[row]["paper"][place : place + 1] if is_full else []
-            lines[f"{method}, paper"] += [(sparsity, number, None) for number in printed]
-        for name, points in lines.items():
-            if method == "SAM":
-                points = [(x, *point[1:]) for point in points for x in (0.0, right)]
-            if points:
-                x, y, bars = (list(values) for values in zip(*points, strict=True))
-                panels[column.label].append(styles[method].series(name, x, y, bars=bars, faint=name != method))
+            at = (0.0, right) if method == "SAM" else (recipe.config(row, column).sparsity or 0.0,)
+            for seed, share in numbers.get((row, column.label), {}).items():
+                curves[seed] |= dict.fromkeys(at, 100 * share)
+            for number in recipe.rows[row]["paper"][place : place + 1]:
+                printed |= dict.fromkeys(at, number)
+        ours = mean_curve(styles[method], method, list(curves.values()), highest=100.0)
+        theirs = styles[method].series(f"{method}, paper", printed, printed.values(), faint=True)
+        panels[column.label] += [ours, theirs] if recipe.scale == "full" else [ours]
     figure = Figure("sparsity", "Test accuracy", "", Axis("sparsity"), Axis("test accuracy (%)"), panels)
-    dotted = ["Dotted lines are the paper's numbers."] if is_full else []
-    return [figure], ["Shades are 95 % intervals of the mean.", *dotted]
-
-
-def _landscape(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """The training loss on a grid of points x points over [-1, 1]² along filter-normalized random directions."""
-    found = _measure_on_samples(trained, LandscapeAnalysis)
-    sentences = [
-        f"{run.label}: loss {run.result.center_loss:.4g} in the middle, "
-        f"{np.max(run.result.loss, where=np.isfinite(run.result.loss), initial=-np.inf):.4g} at the highest point"
-        for run in found
-    ]
-    return LandscapeAnalysis.figures("landscape-2d", found)[:1], sentences
-
-
-def _hessian(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
-    """The spectral density: panels of SGD, SAM and SSAM, with the largest eigenvalue and its ratio to the fifth.
-
-    Each panel has axes of its own: SGD's eigenvalues can be ten times the others'.
-    """
-    found = _measure_on_samples(trained, HessianAnalysis)
-    sentences: list[str] = []
-    panels: dict[str, list[Series]] = {}
-    for run in found:
-        spectrum = run.result.eigenvalues
-        ratio = "–" if spectrum.ratio is None else f"{spectrum.ratio:.4g}"
-        sentences.append(f"{run.label}: lambda_1 {spectrum.eigenvalues[0]:.4g}, lambda_1 / lambda_5 {ratio}")
-        (figure,) = HessianAnalysis.figures("hessian", [replace(run, label=sentences[-1])])[1:]
-        panels.setdefault(run.label.partition("-")[0], []).extend(figure.series)
-    titled = {
-        lines[0].name if len(lines) == 1 else title: lines for title, lines in panels.items()
-    }  # single lines: no legend
-    return [replace(figure, title="", panels=titled)], [*sentences, "Each panel has its own axes."]
+    return [figure], ["Shades are 95 % intervals of the mean; dotted lines, at full scale, the paper's numbers."]
 
 
 def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
@@ -152,11 +120,11 @@ def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
 
 
 FIGURES: dict[str, Callable[[RecipeRuns], tuple[list[Figure], list[str]]]] = {
-    "gradients": _gradients,
+    "gradients": partial(_measured, GradientAnalysis),
     "curves": _curves,
     "sparsity": _sparsity,
-    "landscape": _landscape,
-    "hessian": _hessian,
+    "landscape": partial(_measured, LandscapeAnalysis),
+    "hessian": partial(_measured, HessianAnalysis),
     "speedup": _speedup,
 }
 
@@ -184,19 +152,6 @@ def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
     return dict(zip(rows, assign_styles([trained.recipe.config(row, column).optimizer for row in rows]), strict=True))
 
 
-def _measure_rows(trained: RecipeRuns, column: Column, measure: Callable[[Job], Any]) -> list[LabeledResult[Any]]:
-    """Measure the first seed's run of each row: the paper's figures show one network."""
-    return [
-        LabeledResult(row, measure(trained.of(row, column).runs[0]), style) for row, style in _styles(trained).items()
-    ]
-
-
-def _measure_on_samples(trained: RecipeRuns, make: Callable[..., Analysis[Any]]) -> list[LabeledResult[Any]]:
-    options, (column,) = trained.recipe.analysis, trained.recipe.columns
-    on, analysis = {"samples": options.pop("samples"), "data_dir": trained.data_dir}, make(**options)
-    return _measure_rows(trained, column, lambda job: _kept(load_run(job.directory, **on), analysis))
-
-
 def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
     """Read the result in ``RUN/analyses`` if weights, images and options are the same; else measure and write it."""
     wanted = {**analysis.origin(run), "options": analysis.options}
@@ -205,5 +160,4 @@ def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
         content = json.loads(file.read_text())
         if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
             return analysis.result_type.from_dict(content["result"])
-    with show_progress(f"{analysis.name} of {run.path}") as progress:
-        return analysis.measure_and_write(run, progress)
+    return analysis.measure_and_write(run)

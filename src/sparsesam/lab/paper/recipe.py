@@ -142,22 +142,18 @@ class Recipe:
         return [self.config(row, column) for row, column in self.cells]
 
     def check_overrides(self) -> None:
-        """Raise ValueError if one run would appear in several cells, for example because rows vary a setting."""
+        """Raise ValueError if a cell would not show what its row and column say, because they vary a setting."""
         check_names(self.overrides, DEFAULTS)
         if "seed" in self.overrides:
             raise ValueError("--set must not change seed; use --seeds for the number of seeds")
-        for timed in (False, True):  # times are measured in separate runs
-            cells = [cell for cell in self.cells if cell[1].is_timed is timed]
-            planned = [self.at(self.scale).config(*cell) for cell in cells]
-            varied = [name for name in self.overrides if len({getattr(config, name) for config in planned}) > 1]
-            varied = [name for name in varied if name not in self.sgd_settings]
-            runs = len({config.content_hash for config in planned})
-            if varied or len({self.config(*cell).content_hash for cell in cells}) < runs:
-                raise ValueError(
-                    f"--set must not change {', '.join(varied or self.overrides)}: the runs of {self.label} differ in "
-                    "it, or in a setting that it disables, so several cells would show the same run; use `sparsesam "
-                    "train` for single runs"
-                )
+        own = self.at(self.scale).configs
+        varied = {name for name in self.overrides if len({getattr(config, name) for config in own}) > 1}
+        varied -= self.sgd_settings
+        if varied or len({config.content_hash for config in self.configs}) < len({run.content_hash for run in own}):
+            raise ValueError(
+                f"--set must not change {', '.join(sorted(varied) or self.overrides)}: the runs of {self.label} differ "
+                "in it, or in a setting that it disables; use `sparsesam train` for single runs"
+            )
 
     def sweep(self, seeds: Sequence[int]) -> Sweep:
         """Returns all runs; columns with another measure of the same runs add none."""

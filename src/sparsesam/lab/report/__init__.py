@@ -1,9 +1,9 @@
-"""Writes one offline HTML page about runs, and figures for a paper.
+"""Writes one offline HTML page about runs.
 
 Reads the records of runs and analyses (config.yaml, records.jsonl, result.json, failure.json, analyses/*.json), never a
 checkpoint.
 
-    write_report(["runs/demo"], "report.html", figures="figures")
+    write_report(["runs/demo"], "report.html")
 """
 
 from sparsesam.lab.report.write import write_report

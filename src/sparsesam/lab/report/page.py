@@ -51,16 +51,12 @@ class Section:
 
 def render(sections: Sequence[Section], **texts: Any) -> str:
     """Render the whole page as HTML; ``texts`` are the other variables of page.html."""
-    environment = Environment(
-        loader=PackageLoader("sparsesam.lab.report", "assets"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["breakable"] = _breakable
+    assets = PackageLoader("sparsesam.lab.report", "assets")
+    environment = Environment(loader=assets, autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
+    # Long paths break after a slash, but not within a word, such as a hash.
+    environment.filters["breakable"] = lambda text: Markup(str(escape(text)).replace("/", "/<wbr>"))
     environment.tests["table"] = lambda block: isinstance(block, Table)
-    figures = [figure for section in sections for figure in section.figures]
     with required_by("the report", "'sparsesam[report]'"):
         plotly = resources.files("plotly") / "package_data" / "plotly.min.js"
     return environment.get_template("page.html").render(
@@ -70,20 +66,9 @@ def render(sections: Sequence[Section], **texts: Any) -> str:
         most_points=MOST_POINTS,
         most_bands=MOST_BANDS,
         colors=COLORS,
-        style=Markup(_asset("page.css")),
-        script=Markup(_asset("page.js")),
         plotly=Markup(plotly.read_text(encoding="utf-8")),
-        data=Markup(_json(figures)),
+        data=Markup(_json([figure for section in sections for figure in section.figures])),
     )
-
-
-def _breakable(text: str) -> Markup:
-    """Let long paths break after a slash, but not within a word, such as a hash."""
-    return Markup(str(escape(text)).replace("/", "/<wbr>"))
-
-
-def _asset(name: str) -> str:
-    return (resources.files("sparsesam.lab.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _json(figures: Sequence[Figure]) -> str:

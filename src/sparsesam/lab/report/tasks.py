@@ -5,37 +5,45 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from sparsesam.lab.display import assign_styles, number, plural
+from sparsesam.lab.display import assign_styles, plural
 from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
-from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
 from sparsesam.lab.experiment.variants import Costs, Variant, costs_of, grouped
-from sparsesam.lab.report.labels import changed_settings, length_label, task_label, unique, variant_label
 from sparsesam.lab.report.read_run import RunRecord, find_runs
 
-FileT = TypeVar("FileT")
 RunVariant = Variant[RunRecord]
+#: Settings that define a task, besides data set and model: accuracies are compared only if these agree.
+TASK = ("train_size", "val_size", "test_size", "image_size", "label_noise", "corruption", "corruption_rate")
 
 
 class ReportData:
     """``directories`` also has those with analyses only, which belong to no task. ``calibrations`` are the times that
-    sweeps measured. ``problems`` are (directory, message) pairs for unreadable files; sections add to them.
+    sweeps measured, ``sweeps`` their titles and variants. ``problems`` are (directory, message) pairs for unreadable
+    files; sections add to them.
     """
 
     def __init__(self, places: Iterable[str | os.PathLike[str]]) -> None:
         self.directories = [RunRecord(path) for path in find_runs(places)]
         self.runs = [run for run in self.directories if run.status != "analyses only"]
         self.problems = [(str(run.path), text) for run in self.directories for text in run.problems]
-        self.calibrations = self._beside_runs(read_calibration)
-        self.sweeps = self._beside_runs(read_sweep_file)
+        self.calibrations: list[SweepCalibration] = []
+        self.sweeps: list[tuple[str, list[str]]] = []
+        for folder in dict.fromkeys(run.path.resolve().parent for run in self.directories):
+            for read, found in ((read_calibration, self.calibrations), (read_sweep_file, self.sweeps)):
+                try:
+                    content: Any = read(folder)
+                except (OSError, ValueError) as error:
+                    self.problems.append((str(folder), str(error)))
+                else:
+                    found += [] if content is None else [content]
         self.tasks = self._tasks()
 
     @property
@@ -43,26 +51,13 @@ class ReportData:
         """The title of the sweep; "sparsesam report" for none or several."""
         return self.sweeps[0][0] if len(self.sweeps) == 1 else "sparsesam report"
 
-    def _beside_runs(self, read: Callable[[Path], FileT | None]) -> list[FileT]:
-        """Read a file of each directory that contains runs; unreadable ones are noted as problems."""
-        found = []
-        for folder in dict.fromkeys(run.path.resolve().parent for run in self.directories):
-            try:
-                content = read(folder)
-            except (OSError, ValueError) as error:
-                self.problems.append((str(folder), str(error)))
-            else:
-                found += [] if content is None else [content]
-        return found
-
     def _tasks(self) -> list[Task]:
         known = [(run.config, run) for run in self.runs if run.config is not None]
-        tasks = dict(sorted(grouped(known, lambda pair: task_label(pair[0])).items()))
-        slugs = [re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:60] or "task" for label in tasks]
+        groups = sorted(grouped(known, lambda pair: task_label(pair[0])).items())
         places = {key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)}
         return [
-            Task(name, label, group_variants(pairs, places), self.calibrations)
-            for name, (label, pairs) in zip(unique(slugs, "-"), tasks.items(), strict=True)
+            Task(f"task-{count}", label, group_variants(pairs, places), self.calibrations)
+            for count, (label, pairs) in enumerate(groups, start=1)
         ]
 
     def count(self) -> str:
@@ -84,7 +79,7 @@ def read_sweep_file(folder: Path) -> tuple[str, list[str]] | None:
 
 
 def group_variants(runs: Iterable[tuple[TrainConfig, RunRecord]], places: Mapping[str, int]) -> list[RunVariant]:
-    """Returns the variants with unique labels and styles.
+    """Returns the variants with unique labels and styles, and one run per seed, preferably finished and analyzed.
 
     The order is that of ``places``, by ``content_hash``: the sweep's. Others follow: plain steps, SAM, SSAM; defaults
     before other settings.
@@ -92,34 +87,23 @@ def group_variants(runs: Iterable[tuple[TrainConfig, RunRecord]], places: Mappin
     groups = grouped(runs, lambda pair: pair[0].variant)
 
     def order(config: TrainConfig) -> tuple[Any, ...]:
-        changed = changed_settings(config)
-        values = [(name, number(value) or 0.0, str(value)) for name, value in changed.items()]
-        place = places.get(config.content_hash, len(places))
-        return place, list(OPTIMIZERS).index(config.optimizer), len(changed), values
+        place, changed = places.get(config.content_hash, len(places)), changed_settings(config)
+        return place, list(OPTIMIZERS).index(config.optimizer), len(changed), str(changed)
 
-    ordered = sorted(groups, key=order)
-    members = [[run for _, run in groups[config]] for config in ordered]
-    given = [{run.name for run in runs} - {""} for runs in members]  # by a sweep or --name
-    labels = [
-        names.pop() if len(names) == 1 else variant_label(config, ordered)
-        for names, config in zip(given, ordered, strict=True)
-    ]
-    styles = assign_styles([config.optimizer for config in ordered])
-    return [
-        Variant(label, config, *_one_per_seed(runs), style)
-        for label, config, runs, style in zip(unique(labels, ", "), ordered, members, styles, strict=True)
-    ]
-
-
-def _one_per_seed(members: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
-    """Returns one run per seed, preferably finished, then with the most analyses; and the other runs."""
-    preferred = sorted(members, key=lambda run: (run.status != "finished", -len(run.analyses)))
-    counted = [runs[0] for runs in grouped(preferred, lambda run: run.seed).values()]
-    return [run for run in members if run in counted], [run for run in members if run not in counted]
+    ordered, labels, variants = sorted(groups, key=order), list[str](), []
+    for config, style in zip(ordered, assign_styles([config.optimizer for config in ordered]), strict=True):
+        members = sorted((run for _, run in groups[config]), key=lambda run: (not run.result, -len(run.analyses)))
+        names = {run.name for run in members} - {""}  # by a sweep or --name
+        labels.append(names.pop() if len(names) == 1 else variant_label(config, ordered))
+        count = labels.count(labels[-1])  # two sweeps may use the same name
+        label = labels[-1] if count == 1 else f"{labels[-1]}, {count}"
+        by_seed = grouped(members, lambda run: run.seed)
+        variants.append(Variant(label, config, [same[0] for same in by_seed.values()], style))
+    return variants
 
 
 class Verdict(NamedTuple):
-    """``chosen`` is None if the ``sentence`` says why there is no ranking."""
+    """``chosen`` is None if there is no ranking; the ``sentence`` says why."""
 
     sentence: str
     chosen: RunVariant | None = None
@@ -152,20 +136,13 @@ class Task:
         return costs_of(self.variants, self.calibrations)
 
     @cached_property
-    def verdicts(self) -> list[Verdict]:
-        """Returns a verdict for each length that several variants have, or one that says why nothing is ranked."""
-        measured = [variant for variant in self.variants if variant.accuracy is not None]
-        lengths = grouped(measured, lambda variant: length_label(variant.config))
-        if len(lengths) < 2:
-            return [self._verdict(variants) for variants in lengths.values() if len(variants) > 1]
-        found = {length: self._verdict(variants) for length, variants in lengths.items() if len(variants) > 1}
-        named = [verdict._replace(sentence=f"{length}. {verdict.sentence}") for length, verdict in found.items()]
-        return named or [Verdict("No ranking: every variant has another length, which is not compared.")]
-
-    def _verdict(self, variants: list[RunVariant]) -> Verdict:
+    def verdict(self) -> Verdict:
         """The cheapest variant whose accuracy does not differ significantly from the highest mean; of equally cheap
-        ones, the most accurate.
+        ones, the most accurate. Empty for a single variant.
         """
+        variants = [variant for variant in self.variants if variant.accuracy is not None]
+        if len(variants) < 2:
+            return Verdict("")
         ranking, costs = rank({variant: variant.accuracies for variant in variants}), self.costs
         if ranking is None:
             reason = "it takes two variants with at least three finished seeds; with fewer, a difference may be chance"
@@ -180,3 +157,37 @@ class Task:
             sentence += f"{highest}; the difference is not significant."
         few = ", ".join(variant.label for variant in variants if len(variant.accuracies) < MIN_SEEDS)
         return Verdict(f"{sentence} Not ranked, fewer than three seeds: {few}." if few else sentence, chosen)
+
+
+def task_label(config: TrainConfig) -> str:
+    changed = changed_settings(config)
+    return ", ".join([config.dataset, config.model, *(_named(name, changed[name]) for name in TASK if name in changed)])
+
+
+def variant_label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
+    """Returns the optimizer and every non-default setting that is not shared by its other variants."""
+    differing = differing_settings([other for other in others if other.optimizer == config.optimizer])
+    named = [_named(name, value) for name, value in changed_settings(config).items() if name in differing]
+    return ", ".join([OPTIMIZERS[config.optimizer][0], *named])
+
+
+def differing_settings(configs: Sequence[TrainConfig]) -> list[str]:
+    """Returns the settings that are not the same in all configs."""
+    return [name for name in DEFAULTS if name != "seed" and len({getattr(config, name) for config in configs}) > 1]
+
+
+def changed_settings(config: TrainConfig) -> dict[str, Any]:
+    """Returns the settings that are not at their defaults."""
+    settings = {name: getattr(config, name) for name in DEFAULTS if name != "seed"}
+    return {name: value for name, value in settings.items() if value != DEFAULTS[name]}
+
+
+def show_setting(value: Any) -> str:
+    """Format a setting's value briefly."""
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(show_setting, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _named(name: str, value: Any) -> str:
+    return f"{name.replace('_', ' ')} {show_setting(value)}"

@@ -51,7 +51,7 @@
     const [down, up] = [0, 1].map((end) => known.map((i) => series.bars[i][end]));
     const band = {
       ...shared, x: [...known, ...known.slice().reverse()].map((i) => series.x[i]), y: [...up, ...down.reverse()],
-      mode: "lines", line: { width: 0 }, fill: "toself", fillcolor: fade(color, 0.16), hoverinfo: "skip", showlegend: false,
+      mode: "lines", line: { width: 0 }, fill: "toself", fillcolor: fade(colors.of(series.color), 0.16), hoverinfo: "skip", showlegend: false,
     };
     return [band, main];
   }

@@ -1,0 +1,196 @@
+"""The sections of the page: the results of a task, its analyses, and all runs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from sparsesam.lab.display import (
+    Axis,
+    Cell,
+    Figure,
+    Number,
+    Series,
+    SeriesStyle,
+    Table,
+    cells,
+    number_cell,
+    percent,
+    side_by_side,
+)
+from sparsesam.lab.display.figure import needs_log
+from sparsesam.lab.experiment.confidence import confidence_interval
+from sparsesam.lab.experiment.config import unused
+from sparsesam.lab.experiment.variants import mean_curve, results_table
+from sparsesam.lab.inspection import ANALYSES, Analysis, LabeledResult
+from sparsesam.lab.report.page import Part
+from sparsesam.lab.report.read_run import RunRecord
+from sparsesam.lab.report.tasks import ReportData, RunVariant, Task, differing_settings, show_setting
+
+_PROVENANCE = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
+#: Measures of each epoch and their names.
+_CURVES = {
+    "test_accuracy": "test accuracy",
+    "train_loss": "training loss",
+    "test_loss": "test loss",
+    "train_accuracy": "training accuracy",
+}
+
+
+def results_part(task: Task) -> Part:
+    costs, chosen = task.costs, task.verdict.chosen
+    ring = " The ring marks the cheapest variant not significantly different from the best." if chosen else ""
+    words = {"time": "time of a run", "passes": "forward-backward passes"}[costs.measure]
+    points = [point for variant in task.variants for point in _point(variant, costs.values[variant], chosen)]
+    caption = f"{costs.explanation} Up and to the left is better.{ring}"
+    figure = _against("cost", f"{words} / {costs.reference}’s", caption, points)
+    blocks: list[Table | Figure] = [figure, results_table(task.variants, costs), _settings(task)]
+    return Part("", blocks, task.verdict.sentence)
+
+
+def _against(name: str, axis: str, caption: str, points: Sequence[Series], levels: Sequence[Series] = ()) -> Figure:
+    """Returns the figure of test accuracies against something; ``levels`` are reference lines."""
+    caption = f"{caption} Points that would hide each other are drawn side by side."
+    x, y, panels = Axis(axis), Axis("test accuracy (%)"), {"": [*levels, *side_by_side(points)]}
+    return Figure(f"accuracy-against-{name}", f"Test accuracy against {name}", caption, x, y, panels, "points")
+
+
+def _point(variant: RunVariant, place: Number, chosen: RunVariant | None = None) -> list[Series]:
+    """Returns the point of a variant with its interval; nothing if a value is not known."""
+    if place is None or variant.accuracy is None:
+        return []
+    interval = confidence_interval([100 * value for value in variant.accuracies.values()], lowest=0.0, highest=100.0)
+    x, y, bars = [place], [100 * variant.accuracy], interval and [interval]
+    return [variant.style.series(variant.label, x, y, bars=bars, chosen=variant is chosen)]
+
+
+def _settings(task: Task) -> Table:
+    """Returns the settings in which the variants differ, "–" where a variant does not use one."""
+    names, rows = differing_settings([variant.config for variant in task.variants]), []
+    for variant in task.variants if names else ():
+        without = unused(variant.config)
+        shown = ["–" if name in without else show_setting(getattr(variant.config, name)) for name in names]
+        rows.append(cells(variant.label, *shown))
+    caption = "The settings in which the variants differ. A click on a run, below, shows all of its settings."
+    return Table("variants", caption, ["variant", *names], rows)
+
+
+def sparsity_part(task: Task) -> Part:
+    """Accuracy against the share of unperturbed weights; empty for fewer than two sparsities."""
+    reached = {sparsity for variant in task.variants if (sparsity := variant.mean("sparsity")) is not None}
+    if len(reached) < 2:
+        return Part("")
+    levels = [
+        variant.style.series(variant.label, [0, max(reached)], [100 * variant.accuracy] * 2, faint=True)
+        for variant in task.variants
+        if variant.config.is_plain and variant.accuracy is not None
+    ]
+    points = [point for variant in task.variants for point in _point(variant, variant.mean("sparsity"))]
+    caption = "The actual sparsity of the masks; 0 is SAM. Dotted: no perturbation."
+    return Part("Sparsity", [_against("sparsity", "share of weights not perturbed", caption, points, levels)])
+
+
+def curves_part(task: Task) -> Part:
+    """Losses and accuracies of each epoch: the mean of a variant's finished runs, and each unfinished run."""
+    figures = []
+    for measure, words in _CURVES.items():
+        is_share = measure.endswith("accuracy")
+        factor, highest, unit = (100, 100.0, " (%)") if is_share else (1, math.inf, "")
+        series = []
+        for variant in task.variants:
+            curves = {run: {x: factor * y for x, y in run.curve(measure).items()} for run in variant.runs}
+            if finished := [curves[run] for run in variant.finished if curves[run]]:
+                series.append(mean_curve(variant.style, variant.label, finished, highest=highest))
+            for run, curve in curves.items():
+                if run.status != "finished" and len(curve) > 1:
+                    name = f"{task.label_of(run, variant.runs)} ({run.status})"
+                    series.append(variant.style.series(name, curve, curve.values(), faint=True))
+        log = not is_share and needs_log(value for curve in series for value in curve.y)
+        x, y = Axis("epoch", whole=True), Axis(words + unit, log=log)
+        caption = "Means over the finished seeds; dotted: unfinished runs."
+        figures.append(Figure(measure.replace("_", "-"), words.capitalize(), caption, x, y, {"": series}))
+    return Part("Training curves", figures)
+
+
+def analysis_parts(data: ReportData, task: Task | None) -> list[Part]:
+    """Returns one part for each analysis of the task's runs, or of directories without a run."""
+    parts = []
+    for analysis in ANALYSES.values():
+        found = {name: _read_results(data, analysis, name, task) for name in analysis.files}
+        found = {name: results for name, results in found.items() if results}
+        blocks: list[Table | Figure] = []
+        for name, results in found.items():
+            blocks += [analysis.table(name, results), *analysis.figures(name, results)]
+        if found:
+            notes = analysis.notes([result for results in found.values() for result in results])
+            parts.append(Part(analysis.title, blocks, notes=notes))
+    return parts
+
+
+def _read_results(
+    data: ReportData, analysis: type[Analysis[Any]], name: str, task: Task | None
+) -> list[LabeledResult[Any]]:
+    """Read the results of an analysis in the runs of a task, or in directories without settings.
+
+    Files in another format are noted as problems.
+    """
+    runs = task.runs if task else [run for run in data.directories if run.config is None]
+    having = [run for run in runs if name in run.analyses]
+    found = []
+    for run in having:
+        try:
+            result = analysis.result_type.from_dict(run.analyses[name]["result"])
+        except ValueError as error:
+            problem = f"analyses/{name}.json is not in the format of docs/analyze.md: {error}"
+            data.problems.append((str(run.path), problem))
+            continue
+        label, style = run.path.name, SeriesStyle()
+        if task is not None:
+            variant = task.variant_of(run)
+            label, seeds = task.label_of(run, having), [other for other in having if other in variant.runs]
+            style = variant.style._replace(variant=variant.style.variant + len(task.variants) * seeds.index(run))
+        found.append(LabeledResult(label, result, style))
+    return found
+
+
+def runs_part(data: ReportData) -> Part:
+    variants = [variant for task in data.tasks for variant in task.variants]
+    names = {run: variant.label for variant in variants for run in sorted(variant.runs, key=lambda run: run.seed or 0)}
+    names |= {run: "not counted" for run in data.runs if run not in names}
+    columns = ["directory", "test accuracy", "variant", "seed", "status", "epochs", "training time (s)"]
+    root = os.path.commonpath([run.path.absolute().parent for run in names]) if names else ""
+    paths = {run: os.path.relpath(run.path, root) for run in names}
+    caption = (
+        f"Below {root}; a click on a run shows its settings. Unfinished runs have the accuracy of their last epoch, "
+        "which is not included in any mean. Of runs with the same settings and seed, one is counted."
+    )
+    rows = [_row(run, paths[run], label) for run, label in names.items()]
+    notes = [f"{run.status} {path}: {run.reason}" for run, path in paths.items() if run.status != "finished"]
+    return Part("", [Table("runs", caption, columns, rows)], notes=notes)
+
+
+def _row(run: RunRecord, name: str, label: str) -> list[Cell]:
+    accuracies = [*run.curve("test_accuracy").values(), run.measured("test_accuracy")]
+    known = [accuracy for accuracy in accuracies if accuracy is not None]
+    planned = "?" if run.config is None else run.config.epochs
+    settings = "\n".join(f"{key}: {show_setting(value)}" for key, value in run.settings.items())
+    return cells(
+        Cell(name, details=settings),
+        number_cell(known[-1] if known else None, percent),
+        label,
+        run.seed,
+        Cell(run.status, status=run.status),
+        Cell(f"{len(run.epochs)} of {planned}", order=len(run.epochs)),
+        sum(run.curve("seconds").values()) if run.epochs else None,
+    )
+
+
+def machines_table(data: ReportData) -> Table:
+    known = [run.provenance for run in data.directories if run.provenance]
+    texts = [tuple(show_setting(provenance.get(name, "–")) for name in _PROVENANCE) for provenance in known]
+    rows = [cells(*values, count) for values, count in Counter(texts).items()]
+    caption = "+changes after a commit: the working tree had uncommitted changes."
+    return Table("machines", caption, [*_PROVENANCE, "runs"], rows)
