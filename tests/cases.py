@@ -180,6 +180,18 @@ def same_bits(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+def snapshot(model):
+    """What a measurement leaves as it was."""
+    return (
+        [module.training for module in model.modules()],
+        [p.requires_grad for p in model.parameters()],
+        [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()],
+        [value.clone() for value in model.state_dict().values()],
+        torch.random.get_rng_state(),
+        torch.backends.mha.get_fastpath_enabled(),
+    )
+
+
 def same_state(model, twin):
     return same_bits(model.state_dict().values(), twin.state_dict().values())
 

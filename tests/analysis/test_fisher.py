@@ -30,9 +30,10 @@ def test_correlation_of_fisher_and_hessian_diagonals():
 def test_fisher_equals_hessian_of_linear_classifier_for_sampled_labels():
     torch.manual_seed(0)
     model = nn.Linear(6, 3).double()
-    x, _ = vectors(40_000)
-    objective = Objective(model, [(x, torch.zeros(40_000, dtype=torch.long))], F.cross_entropy)
-    assert fisher_vs_hessian(objective, labels="sampled").pearson > 0.98
+    x, _ = vectors(4_000)
+    objective = Objective(model, [(x, torch.zeros(4_000, dtype=torch.long))], F.cross_entropy)
+    sampled = fisher_vs_hessian(objective, labels="sampled").pearson
+    assert sampled > 0.95 > fisher_vs_hessian(objective).pearson
 
 
 def test_large_models_use_estimates_and_report_it():

@@ -21,10 +21,8 @@ def test_density_overlap_and_ever_perturbed():
     assert found.density == pytest.approx([3 / 6, 3 / 6, 0])
     assert found.density_by_layer["a"] == pytest.approx([0.5, 0.5, 0])
     assert found.overlap == pytest.approx([2 / 4, 0])
-    assert found.overlap_by_layer["a"] == pytest.approx([1 / 3, 0])
     assert found.overlap_by_chance[0] == pytest.approx((4 * 0.25 + 2 * 0.25) / (4 * 0.75 + 2 * 0.75))
     assert found.ever == pytest.approx(4 / 6)
-    assert found.ever_by_layer == {"a": 0.75, "b": 0.5}
     assert found.always == 0
 
 

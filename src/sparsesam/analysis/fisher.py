@@ -14,8 +14,6 @@ from sparsesam.analysis.objective import Objective, ParameterFilter
 from sparsesam.analysis.results import Array, Measurement
 from sparsesam.masks.fisher import fisher_diagonal
 
-_SPARSITIES = (0.5, 0.8, 0.9, 0.95)
-
 
 @dataclass(frozen=True)
 class FisherAgreement(Measurement):
@@ -79,13 +77,13 @@ def fisher_vs_hessian(
         pearson_magnitude=_pearson(f, np.abs(h)),
         spearman_magnitude=_pearson(_ranks(f), _ranks(np.abs(h))),
         negative_share=float((h < 0).mean()),
-        kept_in_common={f"{s:g}": _kept_in_common(f, np.abs(h), s) for s in _SPARSITIES},
+        kept_in_common={f"{s:g}": _kept_in_common(f, np.abs(h), s) for s in (0.5, 0.8, 0.9, 0.95)},
         weights=len(f),
         hessian="exact" if probes is None else f"estimated with {probes} random sign vectors",
         products=hessian.products,
         labels=labels,
         scatter=np.stack([f[chosen], h[chosen]], axis=1),
-        **objective.measured(*hessian.notes),
+        **objective.measured(),
     )
 
 

@@ -37,7 +37,6 @@ class Differences(AnalysisResult):
     equal: int
     not_finite: int
     share_below_zero: float
-    mean: float
     quantiles: dict[str, float]
     histogram: npt.NDArray[np.int64]
     below: int
@@ -63,8 +62,8 @@ def gradient_difference(
 ) -> GradientDifference:
     """Compare the objective's gradient at w with that at w + rho * g / ||g||, SAM's ascent of every weight.
 
-    Both are gradients over all batches of the objective. Close to a minimum of that loss g_SGD vanishes and r is
-    large for most weights; to measure r as it occurs in training, use one batch of the training batch size.
+    Close to a minimum of the objective g_SGD vanishes and r is large for most weights; to measure r as it occurs in
+    training, use one batch of the training batch size.
     """
     if not rho > 0:
         raise ValueError(f"rho must be positive, got {rho}; with 0 the two gradients are the same")
@@ -121,7 +120,6 @@ def _differences(g: Array, h: Array, edges: Array) -> Differences:
         equal=int(np.isneginf(r).sum()),
         not_finite=int(not_finite.sum()),
         share_below_zero=float((r < 0).sum() / defined) if defined else float("nan"),
-        mean=float(finite.mean()) if len(finite) else float("nan"),
         quantiles={f"{q:g}": float(value) for q, value in zip(_QUANTILES, quantiles, strict=True)},
         histogram=np.histogram(finite, edges)[0].astype(np.int64),
         below=int((finite < edges[0]).sum()),

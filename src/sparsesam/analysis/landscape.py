@@ -57,10 +57,9 @@ def loss_landscape(
 ) -> Landscape:
     """Evaluate the loss on ``points`` points over ``span`` along each direction: a line for one, a plane for two.
 
-    ``directions`` are two `random_directions` by default, or for example ``HessianSpectrum.vectors[:2]``. They are not
-    rescaled: with unit vectors, x and y are distances. ``state_file``, a text file with the losses so far, makes the
-    evaluation resumable; ``progress(done, total)`` is called after every point. The weights are restored bit for bit,
-    also after errors.
+    ``directions`` are two `random_directions` by default, or for example ``HessianSpectrum.vectors[:2]``; they are not
+    rescaled. ``state_file``, a text file with the losses so far, makes the evaluation resumable; ``progress(done,
+    total)`` is called after every point.
     """
     chosen = random_directions(objective.model) if directions is None else _checked(directions, objective.model)
     return _evaluate(objective, chosen, [_axis(points, span)] * len(chosen), state_file, progress)
@@ -102,10 +101,8 @@ def random_directions(
 
         d_i <- d_i / ||d_i|| * ||w_i||
 
-    Biases and normalization parameters do not move, as in the authors' own figures.
-
-    The Gaussian numbers depend only on the seed and the shapes, so checkpoints of one model get the same
-    directions, each scaled to its own weights. They are drawn on the CPU and are the same for every device.
+    Biases and normalization parameters do not move, as in the authors' own figures. The Gaussian numbers depend only on
+    the seed and the shapes, so that all checkpoints of a model get the same, each scaled to its own weights.
     """
     model = unwrap(model)
     chosen = select_parameters(model, parameters)
@@ -130,13 +127,11 @@ def random_directions(
 
 def _checked(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> list[Direction]:
     """Returns the directions on the parameters' devices and in their dtypes; ValueError for wrong names or shapes."""
-    if len(directions) not in (1, 2):
-        raise ValueError(f"directions must be one or two, got {len(directions)}; two span a plane")
+    if len(directions) not in (1, 2) or not all(directions):
+        raise ValueError(f"directions must be one or two, got {len(directions)} or an empty one; two span a plane")
     known = dict(model.named_parameters())
     for number, direction in enumerate(directions):
         check_like_parameters(f"directions[{number}]", direction, known)
-        if not direction:
-            raise ValueError(f"directions[{number}] moves no parameter; give {{name: tensor}}")
     return [{name: value.detach().to(known[name]) for name, value in direction.items()} for direction in directions]
 
 
@@ -187,8 +182,7 @@ def _open_state(path: Path, fingerprint: str) -> list[float]:
     first, *lines = complete.split("\n")[:-1] or [text]
     if first != fingerprint:
         raise ValueError(
-            f"state_file {path} is of another landscape (different weights, directions, grid, batches or options), "
-            "or is not a state file; remove it to start again, or choose another name"
+            f"state_file {path} is of another landscape, or is not a state file; remove it, or choose another name"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(complete)

@@ -28,10 +28,8 @@ class MaskHistory(AnalysisResult):
     density: Array
     density_by_layer: dict[str, Array]
     overlap: Array
-    overlap_by_layer: dict[str, Array]
     overlap_by_chance: Array
     ever: float
-    ever_by_layer: dict[str, float]
     always: float
 
 
@@ -42,7 +40,8 @@ def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> Ma
     """
     shapes: dict[str, torch.Size] = {}
     steps: list[int] = []
-    ones, both = [], []  # counts: a row per snapshot or pair of consecutive ones, a column per layer
+    ones: list[list[int]] = []  # by snapshot and layer
+    common: list[int] = []
     previous = ever = always = torch.zeros(0, dtype=torch.bool)  # all layers as one vector
     for step, masks in snapshots:
         shapes = shapes or {name: mask.shape for name, mask in masks.items()}
@@ -53,29 +52,25 @@ def masks_over_time(snapshots: Iterable[tuple[int, Mapping[str, Tensor]]]) -> Ma
             raise ValueError(f"snapshots must be ordered by step, got {step} after {steps[-1]}")
         else:
             ever, always = ever | mask, always & mask
-            both.append(_count(mask & previous, shapes))
-        ones.append(_count(mask, shapes))
+            common.append(int((mask & previous).sum()))
+        ones.append([int(part.sum()) for part in mask.split([shape.numel() for shape in shapes.values()])])
         steps.append(int(step))
         previous = mask
     if not steps:
         raise ValueError("snapshots is empty; give [(step, {name: bool tensor}), ...]")
-    weights = np.array([shape.numel() for shape in shapes.values()], dtype=np.float64)
-    total, used, counts = weights.sum(), _count(ever, shapes), np.array(ones)
-    common = np.array(both).reshape(-1, len(weights))
-    union = counts[:-1] + counts[1:] - common
-    p, q = (_ratio(rows, np.maximum(weights, 1)) for rows in (counts[:-1], counts[1:]))
+    weights, counts = {name: shape.numel() for name, shape in shapes.items()}, np.array(ones, dtype=np.float64)
+    sizes, sums = np.array(list(weights.values()), dtype=np.float64), counts.sum(1)
+    p, q = counts[:-1] / np.maximum(sizes, 1), counts[1:] / np.maximum(sizes, 1)
     return MaskHistory(
         steps=steps,
-        weights={name: shape.numel() for name, shape in shapes.items()},
-        density=counts.sum(1) / total,
-        density_by_layer=dict(zip(shapes, _ratio(counts, weights).T, strict=True)),
-        overlap=_ratio(common.sum(1), union.sum(1)),
-        overlap_by_layer=dict(zip(shapes, _ratio(common, union).T, strict=True)),
+        weights=weights,
+        density=sums / sizes.sum(),
+        density_by_layer=dict(zip(shapes, _ratio(counts, sizes).T, strict=True)),
+        overlap=_ratio(np.array(common), sums[:-1] + sums[1:] - common),
         # E|A ∩ B| / E|A ∪ B| of independent masks with the densities p and q of each layer
-        overlap_by_chance=_ratio((p * q) @ weights, (p + q - p * q) @ weights),
-        ever=float(used.sum() / total),
-        ever_by_layer=dict(zip(shapes, _ratio(used, weights).tolist(), strict=True)),
-        always=int(always.sum()) / float(total),
+        overlap_by_chance=_ratio((p * q) @ sizes, (p + q - p * q) @ sizes),
+        ever=int(ever.sum()) / len(ever),
+        always=int(always.sum()) / len(always),
     )
 
 
@@ -86,11 +81,6 @@ def _flat(step: int, masks: Mapping[str, Tensor], shapes: Mapping[str, torch.Siz
         raise ValueError(f"the snapshot of step {step} has different names or shapes than the first")
     check_bool(f"masks of step {step}: masks", masks)
     return torch.cat([masks[name].detach().reshape(-1).cpu() for name in shapes])
-
-
-def _count(mask: Tensor, shapes: Mapping[str, torch.Size]) -> Array:
-    parts = mask.split([shape.numel() for shape in shapes.values()])
-    return np.array([int(part.sum()) for part in parts], dtype=np.float64)
 
 
 def _ratio(part: Array, whole: Array) -> Array:

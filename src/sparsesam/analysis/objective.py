@@ -26,18 +26,16 @@ ParameterFilter = Iterable[str] | str | None
 
 
 class Objective:
-    """The loss of a model over fixed batches, as a function of the model's current weights:
+    """The loss of a model over fixed batches of n_b samples, as a function of the model's current weights:
 
         f(w) = sum_b n_b * loss(w; batch_b) / sum_b n_b
 
     Give ``loss_fn(output, target)`` for batches (inputs, targets), where inputs are a tensor, a tuple of positional or
-    a dictionary of keyword arguments; or ``model_loss(model, batch)`` for batches of any structure. n_b is the
-    number of samples of a batch, so f is the mean over all samples if the loss is a batch mean.
+    a dictionary of keyword arguments; or ``model_loss(model, batch)`` for batches of any structure.
 
-    The model is measured in evaluation mode, and everything is restored afterwards: modes, weights, buffers, gradients,
-    RNG states. ``statistics`` selects the statistics of normalization layers: "frozen" uses the running statistics;
-    "recomputed" averages them over the batches at each point, at twice the cost; "batch" uses each batch's own, as in
-    training.
+    The model is measured in evaluation mode and restored afterwards. ``statistics`` of normalization layers: "frozen"
+    uses the running statistics; "recomputed" averages them over the batches at each point, at twice the cost; "batch"
+    uses each batch's own, as in training.
 
     A loss that differs between two evaluations is rejected. ``allow_random=True`` accepts it and uses the same random
     numbers in every evaluation, so it measures a single draw of the loss.
@@ -64,10 +62,8 @@ class Objective:
         self.allow_random = allow_random
         inputs = [self.problem.inputs(batch) for batch in self.batches]
         sizes = [batch_size(dict(part) if isinstance(part, Mapping) else part) for part in inputs]
-        if not sizes:
-            raise ValueError("batches is empty; at least one batch is needed")
-        if 0 in sizes:
-            raise ValueError(f"batch {sizes.index(0)} holds no samples; leave it out")
+        if not sizes or 0 in sizes:
+            raise ValueError(f"batches is empty or holds an empty batch, got batches of {sizes} samples")
         self.samples = sum(sizes)
         self.weights = [size / self.samples for size in sizes]
         self._device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -143,16 +139,12 @@ class Objective:
         with torch.no_grad():
             first, again = float(self.batch_loss(0)), float(self.batch_loss(0))
         if not math.isfinite(first):
-            raise ValueError(
-                f"the loss of the first batch is {first}; it must be finite at the model's current weights: "
-                "check the checkpoint, the inputs and their normalization"
-            )
+            raise ValueError(f"the loss of the first batch is {first}; it must be finite: check weights and inputs")
         # GPU reductions may differ in the last digits; dropout differs in the first ones.
         if not (self.allow_random or math.isclose(first, again, rel_tol=1e-5, abs_tol=1e-8)):
             raise ValueError(
                 f"the loss is not deterministic: two evaluations of the first batch gave {first:.6g} and {again:.6g}; "
-                "disable dropout and other noise (functional dropout needs training=self.training), "
-                "or pass allow_random=True (--allow-random) to measure one random draw"
+                "disable dropout and other noise, or pass allow_random=True (--allow-random) to measure one random draw"
             )
 
 
@@ -170,8 +162,8 @@ def select_parameters(model: nn.Module, parameters: ParameterFilter = None) -> d
         chosen = {name: p for name, p in every.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
     if not chosen:
         raise ValueError(
-            f"parameters selects none of the model's {len(every)} floating-point parameters (None selects those with "
-            f"requires_grad); examples of names: {', '.join(list(every)[:3]) or '(none)'}"
+            f"parameters selects none of the model's {len(every)} floating-point parameters, "
+            f"{', '.join(list(every)[:3])}, …; None selects those with requires_grad"
         )
     return chosen
 

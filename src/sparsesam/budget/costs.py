@@ -8,8 +8,8 @@ With P the perturbed parameters, a step of ``minimize`` with norm="masked" costs
   + moving P to w + e and back
 
 Operations are counted, so that a cost is the same on every machine: the multiply-adds of products, and one for each
-entry that other operations compute. Python code and memory traffic are not counted: for ResNet-18 and a small ViT,
-predictions were 4 to 9 % below the CPU time of a step (batches of 16 and 32, one thread; python -m benchmarks budget).
+entry that other operations compute. Python code and memory traffic are not counted: predictions were 4 to 9 % below the
+CPU time of a step (python -m benchmarks budget).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,9 +51,10 @@ class StepCosts:
     shapes: Mapping[str, torch.Size]  # of the trainable parameters
     first_use: Mapping[str, int]  # the first operation that reads each parameter; unused ones are left out
     second_forward: Floats  # its cost, by the first operation that reads a perturbed parameter
-    backward: Floats  # by operation
-    needed: Flags  # by operation of the backward and parameter: whether the parameter's gradient needs it
-    filters: Mapping[str, float]  # dW of a quarter of the filters, where they can be computed alone
+    backward: Floats  # by operation that several gradients need; 0 for others
+    needed: Mapping[str, Flags]  # by parameter and operation of the backward: whether the parameter's gradient needs it
+    own: Mapping[str, float]  # by parameter, of operations that no other gradient needs: usually dW
+    filters: Mapping[str, float]  # the same for a quarter of the filters, where they can be computed alone
     base: float  # a forward and a backward; the base optimizer's update costs little beside them
 
     def step(self, masks: Mapping[str, Tensor]) -> float:
@@ -72,28 +72,17 @@ class StepCosts:
         names = list(names)
         if not names:
             return 0.0
-        used = self.needed[:, [self._columns[name] for name in names]].any(1) & (self.needed.sum(1) > 1)
+        used = np.any([self.needed[name] for name in names], axis=0)
         return float(self.second_forward[min(self.first_use[name] for name in names)] + self.backward[used].sum())
 
     def perturbing(self, name: str, share: float, *, sliced: bool = True) -> float:
         """Returns the cost of dW of a share of a parameter's filters, and of moving them to w + e and back."""
-        gradient = float(share > 0) * self._own[self._columns[name]]
-        if sliced and name in self.filters and share > 0:
+        if share == 0:
+            return 0.0
+        gradient = self.own[name]
+        if sliced and name in self.filters:
             gradient -= (1 - share) / 0.75 * (gradient - self.filters[name])  # linear in the share
-        return float(gradient + share * self.shapes[name].numel() * _MOVING)
-
-    @cached_property
-    def _columns(self) -> dict[str, int]:
-        return {name: column for column, name in enumerate(self.shapes)}
-
-    @cached_property
-    def _own(self) -> Floats:
-        return _own_costs(self.backward, self.needed)
-
-
-def _own_costs(backward: Floats, needed: Flags) -> Floats:
-    """Returns, by parameter, the cost of the operations that no other gradient needs: usually its weight gradient."""
-    return np.asarray((backward * (needed.sum(1) == 1)) @ needed)
+        return gradient + share * self.shapes[name].numel() * _MOVING
 
 
 def step_costs(model: nn.Module, example_input: Any) -> StepCosts:
@@ -104,7 +93,7 @@ def step_costs(model: nn.Module, example_input: Any) -> StepCosts:
     restored.
     """
     model = unwrap(model)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError(f"model must have parameters that require a gradient, got {type(model).__name__} without")
     inputs = tree_map_only(Tensor, Tensor.detach, example_input)
@@ -112,18 +101,21 @@ def step_costs(model: nn.Module, example_input: Any) -> StepCosts:
         for module in model.modules() if not model.training else ():
             module.training = True
         trace = _traced(model, inputs, parameters, {})
-        some = _traced(model, inputs, parameters, _every_fourth_filter(parameters.values()))
-    forward, backward, needed = np.array(trace.forward), np.array(trace.backward), trace.needed()
+        wanted = {p: want for p in parameters.values() if (want := _every_fourth_filter(p)) is not None}
+        some = _traced(model, inputs, parameters, wanted)
+    forward, backward, rows = np.array(trace.forward), np.array(trace.backward), np.array(trace.needed, dtype=object)
     place, first = np.arange(len(forward)), np.arange(len(forward) + 1)[:, None]
     runs_again = (place >= first) | ~np.array(trace.is_reusable) | (np.array(trace.freed) <= first)
-    dw = zip(parameters, _own_costs(np.array(some.backward), some.needed()), _own_costs(backward, needed), strict=True)
+    own, quarter = trace.own_costs(), some.own_costs()
+    single = set(trace.bits.values())
     return StepCosts(
         shapes={name: p.shape for name, p in parameters.items()},
         first_use=trace.first_use,
         second_forward=runs_again @ forward,
-        backward=backward,
-        needed=needed,
-        filters={name: quarter for name, quarter, whole in dw if quarter < whole},
+        backward=np.where([row in single for row in trace.needed], 0.0, backward),
+        needed={name: (rows & bit).astype(bool) for name, bit in trace.bits.items()},
+        own=own,
+        filters={name: cost for name, cost in quarter.items() if cost < own[name]},
         base=float(forward.sum() + backward.sum()),
     )
 
@@ -134,33 +126,24 @@ def _traced(
     """Run a forward and a backward; ``wanted``: the filters of which dW is computed, in layers that can."""
     layers, trace = FilterLayers(wanted), _Trace(parameters)
     with layers, trace:
-        output = call_model(model, inputs)
-    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_in(call_model(model, inputs)) if tensor.requires_grad]
     if not outputs:
-        raise ValueError(
-            "model must return a tensor that depends on its parameters, got none in its output for example_input"
-        )
+        raise ValueError("model must return a tensor that depends on its parameters, got none for example_input")
     with layers.narrowed(), trace.following(outputs):
         seeds = [torch.ones_like(tensor) for tensor in outputs]
         torch.autograd.grad(outputs, list(parameters.values()), seeds, allow_unused=True)
     return trace
 
 
-def _every_fourth_filter(parameters: Iterable[Tensor]) -> dict[Tensor, WeightGradient]:
-    found = {}
-    for parameter in parameters:
-        kept = torch.zeros_like(parameter, dtype=torch.bool)
-        kept[::4] = True
-        want = weight_gradient(PackedMask.pack(kept), parameter, ascent="explicit", norm="masked")
-        if want is not None:
-            found[parameter] = want
-    return found
+def _every_fourth_filter(parameter: Tensor) -> WeightGradient | None:
+    kept = torch.zeros_like(parameter, dtype=torch.bool)
+    kept[::4] = True
+    return weight_gradient(PackedMask.pack(kept), parameter, ascent="explicit", norm="masked")
 
 
 def multiply_adds(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, float]:
     """Returns the multiply-adds of a matrix product or convolution, and the entries that another operation computes."""
-    count = flop_registry.get(func._overloadpacket)
-    if count is not None:
+    if count := flop_registry.get(func._overloadpacket):
         return count(*args, **kwargs, out_val=result) / 2, 0.0
     entries = 0 if func.is_view else sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
     return 0.0, float(entries)
@@ -175,10 +158,6 @@ class MultiplyAdds(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.products = self.others = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.products + self.others
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -198,17 +177,19 @@ class _Trace(TorchDispatchMode):
         self.freed: list[float] = []  # the operation before which the output was freed
         self.first_use: dict[str, int] = {}
         self.backward: list[float] = []
-        self._needed: list[int] = []  # a bit for each parameter
-        self._names: dict[int, list[str]] = defaultdict(list)
-        for name, parameter in parameters.items():
-            self._names[storage_of(parameter)].append(name)
-        self._bits = {id(parameter): 1 << column for column, parameter in enumerate(parameters.values())}
+        self.needed: list[int] = []  # by operation of the backward, the bits of parameters whose gradients need it
+        self.bits = {name: 1 << column for column, name in enumerate(parameters)}
+        self._parameters = parameters
         self._alive: dict[int, tuple[int, StorageWeakRef]] = {}  # by storage: the operation that made it
         self._leads_to: dict[Any, int] = {}  # by node of the graph, the parameters
         self._waiting: list[tuple[list[tuple[float, Any]], Any]] = []  # costs and outputs, inputs
 
-    def needed(self) -> Flags:
-        return np.array([[bool(row & bit) for bit in self._bits.values()] for row in self._needed])
+    def own_costs(self) -> dict[str, float]:
+        """Returns, by parameter, the cost of the operations that no other gradient needs."""
+        costs: dict[int, float] = defaultdict(float)
+        for cost, row in zip(self.backward, self.needed, strict=True):
+            costs[row] += cost
+        return {name: costs[bit] for name, bit in self.bits.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -226,8 +207,8 @@ class _Trace(TorchDispatchMode):
             if reference.expired():
                 del self._alive[storage]
                 self.freed[maker] = min(place, self.freed[maker])
-        for storage in read if not kind.is_view else ():
-            for name in self._names.get(storage, ()):
+        for name, parameter in self._parameters.items() if not kind.is_view else ():
+            if storage_of(parameter) in read:
                 self.first_use.setdefault(name, place)
         for storage in _storages(operators.written_by(kind, args, kwargs)).keys() & self._alive.keys():
             self.is_reusable[self._alive[storage][0]] = False
@@ -247,7 +228,8 @@ class _Trace(TorchDispatchMode):
         """Around the backward of these outputs."""
         nodes = set(nodes_of([tensor.grad_fn for tensor in outputs]))
         leaves = {node: leaf for node in nodes if (leaf := leaf_of(node)) is not None}
-        self._leads_to = {node: self._bits.get(id(leaf), 0) for node, leaf in leaves.items()}
+        bits = {id(parameter): self.bits[name] for name, parameter in self._parameters.items()}
+        self._leads_to = {node: bits.get(id(leaf), 0) for node, leaf in leaves.items()}
         for node in sorted(nodes - leaves.keys(), key=lambda node: node._sequence_nr()):  # made after those it leads to
             self._leads_to[node] = 0
             for following, _ in node.next_functions:
@@ -274,8 +256,8 @@ class _Trace(TorchDispatchMode):
                 for storage in _storages(made):
                     row |= needed[storage]
                 self.backward.append(cost)
-                self._needed.append(row or self._leads_to[node])
-                of_all |= self._needed[-1]
+                self.needed.append(row or self._leads_to[node])
+                of_all |= self.needed[-1]
             for storage in _storages(inputs):
                 needed[storage] |= of_all
         self._waiting.clear()
@@ -285,10 +267,9 @@ def _parts(func: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[float, 
     """Returns the cost of an operation and what it made; of a convolution, separately for dX, dW and db."""
     if func is not torch.ops.aten.convolution_backward.default:
         return [(sum(multiply_adds(func, args, kwargs, result)), result)]
-    others = args[:-1]
-    alone = ([place == other for other in range(3)] for place in range(3))
+    alone = ([True, False, False], [False, True, False], [False, False, True])
     made = [(mask, part) for mask, part in zip(alone, result, strict=True) if part is not None]
-    return [(sum(multiply_adds(func, (*others, mask), kwargs, result)), part) for mask, part in made]
+    return [(sum(multiply_adds(func, (*args[:-1], mask), kwargs, result)), part) for mask, part in made]
 
 
 def _storages(*trees: Any) -> dict[int, Tensor]:

@@ -1,4 +1,4 @@
-"""The mask rule for a budget: the units with the largest total score that fit, and a report of what was chosen."""
+"""The mask rule for a budget: the units with the largest total score that fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -23,26 +23,6 @@ BudgetUnit = Literal["tensor", "filter"]
 Frontier = tuple[float, dict[str, Floats]]
 
 
-class BudgetReport(NamedTuple):
-    """What is perturbed within a budget; costs are in steps of the base optimizer."""
-
-    budget: float
-    predicted: float
-    frontier: str | None  # the first perturbed parameter
-    share: float
-    rows: dict[str, tuple[float, float]]  # by parameter: the cost of perturbing it alone, and its perturbed share
-
-    def __str__(self) -> str:
-        width = max(map(len, self.rows))
-        lines = [
-            f"budget {self.budget:.3f}, predicted {self.predicted:.3f} steps of the base optimizer",
-            f"{self.share:.1%} of the weights are perturbed, the first of them in {self.frontier}",
-            f"{'parameter':{width}} {'alone':>6} {'perturbed':>10}",
-            *(f"{name:{width}} {alone:6.3f} {share:10.1%}" for name, (alone, share) in self.rows.items()),
-        ]
-        return "\n".join(lines)
-
-
 @dataclass(frozen=True, eq=False)
 class BudgetMask(MaskRule):
     """Perturbs the units with the largest total score that a step of the given cost can perturb.
@@ -51,8 +31,7 @@ class BudgetMask(MaskRule):
 
     Without a score, that of a weight is its squared gradient.
     Every parameter is tried as the frontier, the earliest that is perturbed. From there on, the budget goes to the
-    parameters, or to their filters, with the largest scores per cost; normalization parameters and biases cost almost
-    nothing. It needs ``norm="masked"``: with "full", every gradient is computed.
+    parameters, or to their filters, with the largest scores per cost. With ``norm="full"`` every gradient is computed.
     """
 
     needs_masked_norm: ClassVar[bool] = True
@@ -91,8 +70,7 @@ class BudgetMask(MaskRule):
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
         # Contiguous, whatever the memory format of the weights.
         masks = {name: torch.ones(p.shape, dtype=torch.bool, device=p.device) for name, p in context.parameters.items()}
-        unknown = [name for name in masks if name not in self.costs.shapes]
-        if unknown:
+        if unknown := [name for name in masks if name not in self.costs.shapes]:
             raise ValueError(
                 f"costs must be those of the model being trained, but {unknown[0]!r} is not among them; "
                 "make a new rule with budget_mask(model, ...) after freezing or unfreezing layers"
@@ -100,24 +78,12 @@ class BudgetMask(MaskRule):
         if self.costs.step(masks) <= self.budget:
             return masks
         counts = {name: self._unit_count(name) for name in masks}
-        scores = unit_sums(_squared_gradients(context) if self.score is None else self.score(context), counts)
+        squares = {name: context.gradient(name).square() for name in masks}
+        scores = unit_sums(squares if self.score is None else self.score(context), counts)
         chosen = best_units(self._frontiers(context.parameters), scores, self._allowance)
         for name, mask in masks.items():
             mask.zero_().view(counts[name], -1)[chosen.get(name, [])] = True
         return masks
-
-    def report(self, masks: Mapping[str, Tensor]) -> BudgetReport:
-        """Returns what these masks (usually ``opt.masks``) perturb and cost."""
-        if not masks:
-            raise ValueError("masks must not be empty; opt.masks is empty before the first step")
-        rows = {
-            name: (self.costs.step({name: torch.ones_like(masks[name])}), masks[name].double().mean().item())
-            for name in sorted(masks.keys() & self.costs.first_use.keys(), key=self.costs.first_use.__getitem__)
-        }
-        frontier = next((name for name, (_, share) in rows.items() if share > 0), None)
-        kept = sum(int(mask.count_nonzero()) for mask in masks.values())
-        share = kept / max(1, sum(mask.numel() for mask in masks.values()))
-        return BudgetReport(self.budget, self.costs.step(masks), frontier, share, rows)
 
     def _unit_count(self, name: str) -> int:
         """The number of filters, if they can be computed separately; otherwise 1, the tensor itself."""
@@ -152,16 +118,10 @@ class BudgetMask(MaskRule):
         return frontiers
 
 
-def _squared_gradients(context: ScoreContext) -> dict[str, Tensor]:
-    return {name: context.gradient(name).square() for name in context.parameters}
-
-
 def _least(frontiers: Sequence[Frontier], names: Mapping[str, Any]) -> float:
     """Returns the cost of perturbing the cheapest unit of these parameters."""
-    costs = (
-        fixed + float(item[1:].min()) for fixed, items in frontiers for name, item in items.items() if name in names
-    )
-    return min(costs, default=math.inf)
+    priced = [(fixed, items[name]) for fixed, items in frontiers for name in items.keys() & names.keys()]
+    return min((fixed + float(item[1:].min()) for fixed, item in priced), default=math.inf)
 
 
 def unit_sums(scores: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Floats]:
@@ -242,7 +202,8 @@ def budget_mask(
         model: the model that is trained.
         example_input: a batch of inputs as in training, on which the operations of a pass are counted.
         budget: what a step may cost, in steps of the base optimizer; SAM costs about 2. Operations are counted, which
-            is reproducible; the time of a step may be up to a tenth longer.
+            is reproducible; the time of a step may be up to a tenth longer. ``rule.costs.step(opt.masks)`` is the cost
+            of what was chosen.
         data: the data on which Fisher information is measured, as in `fisher_mask`. Without it, ``score`` is used.
         loss_fn: as in `fisher_mask`.
         samples: as in `fisher_mask`.
@@ -256,7 +217,7 @@ def budget_mask(
         >>> rule = sparsesam.budget_mask(model, x, budget=1.5)
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=rule, norm="masked")
         >>> loss = opt.step(closure)
-        >>> rule.report(opt.masks).predicted <= 1.5
+        >>> rule.costs.step(opt.masks) <= 1.5
         True
     """
     if score is not None and data is not None:

@@ -2,9 +2,8 @@
 
     F = 1/N sum_i (grad_w loss(w; x_i, y_i))^2
 
-This is a loop over single samples, which works for any model. A formula per kind of layer, applied to one pass over a
-batch, was 1.1 times as fast for ResNet-18. `torch.func.vmap` of the gradient is at best as fast as the loop there and
-1.3 times as fast for a small transformer encoder, but not every model can be mapped (python -m benchmarks fisher).
+This is a loop over single samples, which works for any model. `torch.func.vmap` of the gradient was at best as fast for
+ResNet-18 and 1.3 times as fast for a small transformer encoder (python -m benchmarks fisher).
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ def fisher_diagonal(
     """Computes the diagonal of the Fisher information over the samples of ``batches``, one gradient per sample.
 
     The model runs in evaluation mode with frozen statistics and is restored afterwards. Returns ``values``, a tensor
-    for each parameter, and ``samples``, their number.
+    for each parameter (of a sharded one, this rank's part; all ranks then run the same samples), and ``samples``, the
+    number of samples.
 
     Args:
         model: any module.
@@ -67,23 +67,16 @@ def fisher_diagonal(
         >>> diagonal.values["0.weight"].shape == model[0].weight.shape
         True
     """
-    return fisher_of(Problem(loss_fn, model_loss, labels, generator), model, batches, parameters)
-
-
-def fisher_of(
-    problem: Problem,
-    model: nn.Module,
-    batches: Iterable[Any],
-    parameters: Mapping[str, Tensor] | None,
-    shards: Shards | None = None,
-) -> FisherDiagonal:
-    """With ``shards``, returns this rank's part of the diagonal; all ranks run the same samples."""
+    problem = Problem(loss_fn, model_loss, labels, generator)
     measured = _measured_parameters(model, parameters)
+    shards = Shards.of(measured if parameters is None else parameters)
     device = next(iter(measured.values())).device if shards is None else shards.mesh.device_type
+    # float64 for parameters in double precision, float32 for others
+    dtypes = {name: torch.promote_types(p.dtype.to_real(), torch.float32) for name, p in measured.items()}
     with ExitStack() as stack:
         # FSDP2 does not support changing requires_grad after wrapping.
         stack.enter_context(preserve_model_state(model, freeze=shards is None))
-        sums, count = {name: torch.zeros_like(local_part(p), dtype=_dtype(p)) for name, p in measured.items()}, 0
+        sums, count = {name: torch.zeros_like(local_part(p), dtype=dtypes[name]) for name, p in measured.items()}, 0
         for parameter in measured.values() if shards is None else ():
             parameter.requires_grad_()
         for parameter in model.parameters() if shards is not None else ():
@@ -113,17 +106,11 @@ def _gradients(loss: Tensor, parameters: Iterable[Tensor], sharded: nn.Module | 
     return [None if gradient is None else gradient.to_dense() for gradient in gradients]
 
 
-def _dtype(parameter: Tensor) -> torch.dtype:
-    """float64 for parameters in double precision, float32 for others."""
-    return torch.promote_types(parameter.dtype.to_real(), torch.float32)
-
-
 def _measured_parameters(model: nn.Module, names: Iterable[str] | None) -> dict[str, Tensor]:
     available: dict[str, Tensor] = dict(model.named_parameters())
     wanted = [name for name, p in available.items() if p.requires_grad] if names is None else list(names)
-    for name in wanted:
-        if name not in available:
-            raise ValueError(f"parameters holds {name!r}, which model.named_parameters() does not")
+    if unknown := [name for name in wanted if name not in available]:
+        raise ValueError(f"parameters holds {unknown[0]!r}, which model.named_parameters() does not")
     if not wanted:
         raise ValueError("model has no parameter to measure: none is given, or none requires a gradient")
     return {name: available[name] for name in wanted}
@@ -191,11 +178,8 @@ class Problem:
 def sample_categorical(output: Any, generator: torch.Generator | None) -> Tensor:
     """Draw class labels (N, ...) from softmax(output) of logits (N, C, ...)."""
     if not isinstance(output, Tensor) or output.dim() < 2:
-        raise ValueError(
-            "labels='sampled' draws classes from an output tensor of shape (N, C, ...), got "
-            f"{tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__}; "
-            "use labels='data' for other outputs"
-        )
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(f"labels='sampled' draws classes from an output tensor of shape (N, C, ...), got {got}")
     assert generator is not None
     probabilities = output.to(torch.promote_types(output.dtype, torch.float32)).softmax(1).movedim(1, -1)
     flat = probabilities.reshape(-1, probabilities.shape[-1]).to(generator.device)

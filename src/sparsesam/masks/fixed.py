@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +20,9 @@ _PERTURBED = "parameter to perturb (trainable, in a group of the optimizer witho
 
 
 def has_normalization_name(module: nn.Module) -> bool:
-    """Whether "norm" is in the class name, and the module has only 1-D parameters, at least one, and no children.
-
-    Hugging Face's own layers, such as LlamaRMSNorm or T5LayerNorm, have no common base class.
-    """
-    if "norm" not in type(module).__name__.lower() or next(module.children(), None) is not None:
-        return False
-    dimensions = {parameter.dim() for parameter in module.parameters()}
-    return dimensions == {1}
+    """Whether "norm" is in the class name, and the module has only 1-D parameters, at least one, and no children."""
+    is_norm = "norm" in type(module).__name__.lower() and not list(module.children())
+    return is_norm and {parameter.dim() for parameter in module.parameters()} == {1}
 
 
 #: Layers whose parameters SAM-ON perturbs.
@@ -69,7 +65,7 @@ class FixedMask(MaskRule):
     types: tuple[LayerType, ...]
     refresh = None
     seed = 0
-    knows_shards = True
+    knows_shards: ClassVar[bool] = True
 
     def make(self, context: ScoreContext) -> dict[str, Tensor]:
         check_like_parameters("masks", self.masks, context.parameters, _PERTURBED)
@@ -86,13 +82,14 @@ class FixedMask(MaskRule):
             if not matching:
                 raise ValueError(f"names has {pattern!r}, which matches no {_PERTURBED}; {nearest(pattern, names)}")
             whole |= matching
-        made = {name: context.part_of(name, mask) for name, mask in self.masks.items()}
+        made = {}
         for name, p in context.parameters.items():
-            if name not in made:
-                # A parameter on the meta device still has a mask with values.
-                device = None if p.is_meta else p.device
+            if name in self.masks:
+                made[name] = context.part_of(name, self.masks[name])
+            else:
+                device = None if p.is_meta else p.device  # a parameter on the meta device has a mask with values
                 made[name] = torch.full(context.local[name].shape, p in whole, dtype=torch.bool, device=device)
-        return {name: made[name] for name in context.parameters}
+        return made
 
 
 def fixed_mask(

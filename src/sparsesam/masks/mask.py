@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,11 +31,8 @@ class MaskRule(ABC):
     seed: int
     #: whether the purpose is to save time, which norm="full" would prevent
     needs_masked_norm: ClassVar[bool] = False
-
-    @property
-    def knows_shards(self) -> bool:
-        """Whether `make` supports a context with shards, and then returns this rank's part of the masks."""
-        return False
+    #: whether `make` supports a context with shards, and then returns this rank's part of the masks
+    knows_shards: ClassVar[bool] = False
 
     @property
     def needs_gradient(self) -> bool:
@@ -70,6 +67,7 @@ class Mask(MaskRule):
     refresh: int | None = None
     seed: int = 0
     keep: Literal["largest", "smallest"] = "largest"
+    knows_shards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, Pattern):
@@ -80,10 +78,6 @@ class Mask(MaskRule):
         if self.refresh is not None:
             check_count("refresh", self.refresh, "it is the number of steps between two masks, None for one mask")
         check_choice("keep", self.keep, ("largest", "smallest"))
-
-    @property
-    def knows_shards(self) -> bool:
-        return self.pattern.knows_shards
 
     @property
     def needs_gradient(self) -> bool:
@@ -165,20 +159,11 @@ def random_mask(
     return Mask(None, as_pattern(pattern), sparsity, refresh, seed)
 
 
-Drop = Literal["flattest", "sharpest", "weight", "random"]
-Growth = Literal["random", "gradient", "weight"]
-
-
 @dataclass(frozen=True, eq=False)
 class DynamicMask(Mask):
-    """The rule of `dynamic_mask`. ``score`` and ``keep`` say which of the kept weights stay.
+    """The rule of `dynamic_mask`: ``score`` and ``keep`` say which weights stay, ``growth`` which grow, None at random.
 
-    The first mask is random. Each refresh drops a share
-
-        f(t) = drop_ratio / 2 * (1 + cos(pi * t / total_steps))
-
-    of the kept weights, and grows as many of all others, those with the largest ``growth`` score; None means at random.
-    t counts steps, in the paper epochs; without ``total_steps`` the share is constant.
+    After t steps (in the paper, epochs) it drops the share drop_ratio / 2 * (1 + cos(pi * t / total_steps)).
     """
 
     growth: Score | None = None
@@ -206,11 +191,8 @@ class DynamicMask(Mask):
     def _select(self, context: ScoreContext) -> dict[str, Tensor]:
         if context.previous is None:
             return self._draw(context)
-        packed = context.previous
-        masks = {  # zeros for a parameter added since the last refresh
-            name: packed[name].unpack(p.device) if name in packed else torch.zeros_like(p, dtype=torch.bool)
-            for name, p in context.local.items()
-        }
+        masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in context.local.items()}
+        masks |= {name: mask.unpack(masks[name].device) for name, mask in context.previous.items() if name in masks}
         return self.pattern.drop_and_grow(
             masks,
             context.generator if self.score is None else self._scores(self.score, context),
@@ -226,8 +208,8 @@ def dynamic_mask(
     sparsity: float | None = None,
     drop_ratio: float = 0.5,
     total_steps: int | None = None,
-    drop: Drop | Score = "flattest",
-    growth: Growth | Score = "random",
+    drop: Literal["flattest", "sharpest", "weight", "random"] | Score = "flattest",
+    growth: Literal["random", "gradient", "weight"] | Score = "random",
     pattern: Pattern | str = "unstructured",
     refresh: int | None,
     seed: int = 0,
@@ -251,13 +233,13 @@ def dynamic_mask(
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=mask)
     """
     return DynamicMask(
-        _score("drop", drop, get_args(Drop)),
+        _score("drop", drop, ("flattest", "sharpest", "weight", "random")),
         as_pattern(pattern),
         sparsity,
         refresh,
         seed,
         keep="smallest" if drop == "sharpest" else "largest",
-        growth=_score("growth", growth, get_args(Growth)),
+        growth=_score("growth", growth, ("random", "gradient", "weight")),
         drop_ratio=drop_ratio,
         total_steps=total_steps,
     )

@@ -28,10 +28,6 @@ class PackedMask:
         bits = torch.from_numpy(np.packbits(mask.detach().reshape(-1).cpu().numpy()))
         return cls(mask.shape, count, bits.to(mask.device))
 
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
     @cached_property
     def rows(self) -> Tensor | None:
         """The kept indices along dimension 0, if the mask consists of whole rows; None otherwise."""
@@ -48,14 +44,14 @@ class PackedMask:
         return self._patterns[n, m]
 
     def _looks_like(self, n: int, m: int) -> bool:
-        if len(self.shape) != 2 or self.shape[0] % m or m * self.count != n * self.numel:
+        if len(self.shape) != 2 or self.shape[0] % m or m * self.count != n * self.shape.numel():
             return False
         return bool((self.unpack().view(self.shape[0] // m, m, -1).sum(1) == n).all())
 
     def unpack(self, device: torch.device | None = None) -> Tensor:
         if self.bits is None:
             return torch.full(self.shape, self.is_full, dtype=torch.bool, device=device)
-        flat = unpack_bits(self.bits)[: self.numel]
+        flat = unpack_bits(self.bits)[: self.shape.numel()]
         return flat.to(device or self.bits.device).reshape(self.shape)
 
     def placed(self, device: torch.device) -> PackedMask:

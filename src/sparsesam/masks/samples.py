@@ -18,7 +18,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
     default_collate,
 )
 
@@ -34,34 +33,33 @@ def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: in
     are pytrees of tensors with the samples in dimension 0.
     """
     check_count("count", count, "it is the number of samples")
+    indices: Sequence[int]
     if _is_tensors(data):
-        return _from_indices(range(_equal_length(data)), partial(_rows, data), count, generator, chunk)
-    if isinstance(data, DataLoader):
-        if isinstance(data.dataset, IterableDataset) or (data.batch_size is None and data.batch_sampler is None):
-            return _from_stream(data, count)
-        return _from_indices(_chosen(data), partial(_collated, data.dataset, data.collate_fn), count, generator, chunk)
-    if _is_dataset(data):
-        return _from_indices(range(len(data)), partial(_collated, data, default_collate), count, generator, chunk)
-    if not isinstance(data, Iterable):
+        indices, fetch = range(_equal_length(data)), partial(_rows, data)
+    elif (
+        isinstance(data, DataLoader)
+        and data.batch_sampler is not None
+        and not isinstance(data.dataset, IterableDataset)
+    ):
+        indices, fetch = _chosen(data, data.batch_sampler), partial(_collated, data.dataset, data.collate_fn)
+    elif _is_dataset(data):
+        indices, fetch = range(len(data)), partial(_collated, data, default_collate)
+    elif isinstance(data, Iterable):
+        return _from_stream(data, count)
+    else:
         raise TypeError(
             f"data must be a dataset, a DataLoader, a tuple of tensors or an iterable of batches, "
             f"got {type(data).__name__}"
         )
-    return _from_stream(data, count)
+    return _from_indices(indices, fetch, count, generator, chunk)
 
 
-def _chosen(loader: DataLoader[Any]) -> Sequence[int]:
+def _chosen(loader: DataLoader[Any], batches: Iterable[Iterable[int]]) -> Sequence[int]:
     """Returns the indices that the loader's own sampler may draw."""
-    if type(loader.batch_sampler) is not BatchSampler:
-        batches: Iterable[Any] = loader.batch_sampler or ()
-        drawn: Iterable[int] = itertools.chain.from_iterable(batches)
-    elif isinstance(loader.sampler, SubsetRandomSampler):
-        return list(loader.sampler.indices)
-    elif isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
+    drawn = loader.sampler if type(batches) is BatchSampler else itertools.chain.from_iterable(batches)
+    if isinstance(drawn, (SequentialSampler, RandomSampler, DistributedSampler)):
         # The whole dataset, also for a distributed sampler: all ranks make the same mask.
         return range(len(cast(Sized, loader.dataset)))
-    else:
-        drawn = loader.sampler
     with torch.random.fork_rng(devices=[]):  # a sampler may draw from the global generator, which training uses
         return sorted(set(drawn))
 
@@ -102,10 +100,7 @@ def _collated(dataset: Any, collate: Callable[[list[Any]], Any], indices: list[i
 def _from_indices(
     indices: Sequence[int], fetch: Callable[[list[int]], Any], count: int, generator: torch.Generator, chunk: int
 ) -> Iterator[Any]:
-    if len(indices) == 0:
-        raise ValueError("data is empty; at least one sample is needed")
-    if len(indices) < count:
-        _warn_fewer(len(indices), count)
+    _check_found(len(indices), count)
     drawn = torch.randperm(len(indices), generator=generator, device=generator.device)[:count].tolist()
     chosen = [indices[place] for place in drawn]
     return (fetch(chosen[start : start + chunk]) for start in range(0, len(chosen), chunk))
@@ -120,10 +115,11 @@ def _from_stream(batches: Iterable[Any], count: int) -> Iterator[Any]:
         taken += used
         if taken == count:
             return
-    if taken == 0:
+    _check_found(taken, count)
+
+
+def _check_found(found: int, count: int) -> None:
+    if found == 0:
         raise ValueError("data is empty; at least one sample is needed")
-    _warn_fewer(taken, count)
-
-
-def _warn_fewer(found: int, count: int) -> None:
-    warnings.warn(f"{count} samples were requested but data holds only {found}; using all {found}", stacklevel=4)
+    if found < count:
+        warnings.warn(f"{count} samples were requested but data holds only {found}; using all {found}", stacklevel=4)

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from sparsesam.distributed.agreement import communication_device, on_every_rank
 from sparsesam.distributed.shards import Shards, local_part
-from sparsesam.masks.fisher import LossFn, ModelLoss, Problem, fisher_of
+from sparsesam.masks.fisher import LossFn, ModelLoss, Problem, fisher_diagonal
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
 from sparsesam.utils.batches import to_device
@@ -85,15 +85,20 @@ class Fisher:
 
     def __post_init__(self) -> None:
         check_count("samples", self.samples, "the paper uses 128")
-        self._problem(torch.Generator())
-
-    def _problem(self, generator: torch.Generator) -> Problem:
-        return Problem(self.loss_fn, self.model_loss, self.labels, generator)
+        Problem(self.loss_fn, self.model_loss, self.labels, torch.Generator())
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         """Returns the Fisher information over the samples of all ranks."""
-        problem, batches = self._problem(context.generator), self._batches(context)
-        measure = partial(fisher_of, problem, context.model, batches, context.parameters, context.shards)
+        measure = partial(
+            fisher_diagonal,
+            context.model,
+            self._batches(context),
+            self.loss_fn,
+            model_loss=self.model_loss,
+            parameters=context.parameters,
+            labels=self.labels,
+            generator=context.generator,
+        )
         if context.ranks is None or context.shards is not None:
             return measure().values
         # Also if all ranks measure the same samples: devices may round differently, and masks must be equal.

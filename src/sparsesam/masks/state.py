@@ -18,7 +18,7 @@ from sparsesam.distributed.shards import Shards, as_shard_of, local_part
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
-from sparsesam.utils.checks import NonFiniteScoreError
+from sparsesam.utils.checks import NonFiniteScoreError, check_like_parameters
 
 _around_refresh: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("refresh", default=nullcontext)
 
@@ -34,10 +34,7 @@ def around_refresh(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator
 
 
 class MaskState:
-    """Holds the state of a mask rule: its masks, its random generator and the step of the last refresh.
-
-    Without a rule every weight is perturbed, and there are no masks.
-    """
+    """The masks of a rule, its random generator and the step of the last refresh; without a rule, no masks."""
 
     def __init__(self, rule: MaskRule | None) -> None:
         self.rule = rule
@@ -87,11 +84,8 @@ class MaskState:
                 raise
             self.skipped += 1
             self.last_step = context.step
-            warnings.warn(
-                f"the previous mask is kept (counted in opt.skipped_refreshes): {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            message = f"the previous mask is kept (counted in opt.skipped_refreshes): {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
             return
         self._hold(masks, context.local, context.shards)
         self.last_step = context.step
@@ -121,9 +115,9 @@ class MaskState:
 
     def _hold(self, masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor], shards: Shards | None) -> None:
         self.masks = {name: mask.placed(parameters[name].device) for name, mask in masks.items()}
-        counted = masks if shards is None else shards.counted(masks)
-        counts = sum(masks[name].count for name in counted), sum(masks[name].numel for name in counted)
-        self._kept, self._total = counts if shards is None else shards.sum_of(*counts)
+        shards = shards or Shards.whole(parameters)
+        kept = sum(masks[name].count for name in shards.counted(masks))
+        self._kept, self._total = shards.sum_of(kept)[0], shards.total
 
     def state_dict(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
         """Returns plain values, and a mask for each parameter, which is zero before the first refresh."""
@@ -153,16 +147,8 @@ class MaskState:
             saved, mine = ("SAM", "SSAM") if values is None else ("SSAM", "SAM")
             raise ValueError(f"state_dict was saved by {saved}, but this is {mine}; load it into the same kind")
         if values is not None and values["is_made"] and not masks:
-            raise ValueError(
-                "state_dict says that masks were made, but holds none; load all of the state that was saved"
-            )
-        parameters = dict(model.named_parameters())
-        for name, mask in masks.items():
-            if name not in parameters or parameters[name].shape != mask.shape:
-                raise ValueError(
-                    f"state_dict has a mask of shape {tuple(mask.shape)} for {name!r}, which the model does not have; "
-                    "load it into the model it was saved with"
-                )
+            raise ValueError("state_dict lacks the masks that were made; load all of the state that was saved")
+        check_like_parameters("mask in state_dict", masks, dict(model.named_parameters()))
 
     def load_state_dict(
         self, values: Mapping[str, Any] | None, masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.select import BoolMasks, Tensors, check_alike, count_true, random_scores, top_mask
-from sparsesam.utils.checks import check_bool
+from sparsesam.masks.select import BoolMasks, Tensors, count_true, random_scores, top_mask
+from sparsesam.utils.checks import check_bool, is_within
 
 # Scores, whose largest are chosen, or a generator, which draws uniformly over the pattern's units.
 Choice = Tensors | torch.Generator
@@ -24,11 +24,6 @@ class Pattern(ABC):
     """
 
     @property
-    def knows_shards(self) -> bool:
-        """Whether the pattern supports shards."""
-        return False
-
-    @property
     def implied_sparsity(self) -> float | None:
         """The sparsity that the pattern implies, or None if it must be given."""
         return None
@@ -36,17 +31,17 @@ class Pattern(ABC):
     def check_sparsity(self, sparsity: float | None) -> float:
         """Returns the given or implied sparsity; raises ValueError if it is missing, contradictory or not in [0, 1]."""
         implied = self.implied_sparsity
-        if sparsity is not None and not (hasattr(sparsity, "__float__") and 0 <= sparsity <= 1):
-            raise ValueError(f"sparsity must be in [0, 1], got {sparsity}; 0 perturbs every weight, 1 none")
-        if sparsity is not None and implied is not None and not math.isclose(sparsity, implied, abs_tol=1e-9):
+        given = implied if sparsity is None else sparsity
+        if given is None:
+            raise ValueError(f"sparsity must be given with {self}, got None; 0.5 perturbs half of the weights")
+        if not is_within(given, 0, 1):
+            raise ValueError(f"sparsity must be in [0, 1], got {given}; 0 perturbs every weight, 1 none")
+        if implied is not None and not math.isclose(given, implied, abs_tol=1e-9):
             raise ValueError(
-                f"sparsity must be left out with {self}, which implies {implied:g}, got {sparsity}; change n and m to "
+                f"sparsity must be left out with {self}, which implies {implied:g}, got {given}; change n and m to "
                 "change it"
             )
-        found = sparsity if implied is None else implied
-        if found is None:
-            raise ValueError(f"sparsity must be given with {self}, got None; 0.5 perturbs half of the weights")
-        return found
+        return given
 
     def select(self, scores: Tensors, sparsity: float | None = None, *, shards: Shards | None = None) -> BoolMasks:
         """Returns the best allowed mask with at most round((1 - sparsity) * d) ones, d the number of scores.
@@ -80,15 +75,18 @@ class Pattern(ABC):
         Args:
             masks: the kept weights, as returned by `select` or `drop_and_grow`.
             keep: scores of the kept weights; the paper's is |gradient|. A generator drops at random.
-            grow: scores, of which the largest grow; a generator grows uniformly at random over the pattern's units
-                (entries, filters, ...).
+            grow: scores, of which the largest grow; a generator grows uniformly at random over the pattern's units.
             sparsity: as in `select`. The budget is computed from it each time, so it never drifts.
             ratio: the share of the kept weights to drop, in [0, 1].
             shards: which part of the tensors this rank holds; all of them by default.
         """
-        sparsity = self.check_sparsity(sparsity)
-        _check_arguments(masks, keep, grow, ratio)
-        shards = shards or Shards.whole(masks)
+        sparsity, shards = self.check_sparsity(sparsity), shards or Shards.whole(masks)
+        if not is_within(ratio, 0, 1):
+            raise ValueError(f"ratio must be in [0, 1], got {ratio}; 0 keeps the mask, 1 drops all of it")
+        check_bool("masks", masks)
+        for label, choice in (("keep", keep), ("grow", grow)):
+            if not isinstance(choice, torch.Generator):
+                _check_alike(masks, choice, label)
         return self._grow(grow, self._drop(keep, masks, sparsity, ratio, shards), masks, sparsity, shards)
 
     @abstractmethod
@@ -112,20 +110,18 @@ def left_after_drop(kept: int, ratio: float) -> int:
     return kept - round(ratio * kept)
 
 
-def _check_arguments(masks: Tensors, keep: Choice, grow: Choice, ratio: float) -> None:
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"ratio must be in [0, 1], got {ratio}; 0 keeps the mask, 1 drops all of it")
-    for label, choice in (("keep", keep), ("grow", grow)):
-        if not isinstance(choice, torch.Generator):
-            check_alike(masks, choice, label=label)
-    check_bool("masks", masks)
+def _check_alike(masks: Tensors, scores: Tensors, label: str) -> None:
+    if masks.keys() != scores.keys():
+        odd = sorted(masks.keys() ^ scores.keys())
+        raise ValueError(f"{label} must have the same names as the masks, but {odd} are in only one of them")
+    for name, mask in masks.items():
+        if scores[name].shape != mask.shape:
+            raise ValueError(f"{label}[{name!r}] must have shape {tuple(mask.shape)}, got {tuple(scores[name].shape)}")
 
 
 @dataclass(frozen=True)
 class Unstructured(Pattern):
     """Any set of weights: the global top-k, with exactly round((1 - sparsity) * d) ones."""
-
-    knows_shards = True
 
     def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
         scores, budget = scores_of(choice, like, shards), weight_budget(shards, sparsity)
@@ -149,10 +145,6 @@ class PerLayer(Pattern):
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Pattern):
             raise TypeError(f"inner must be a Pattern, such as NM(2, 4), got {self.inner!r}")
-
-    @property
-    def knows_shards(self) -> bool:
-        return self.inner.knows_shards
 
     @property
     def implied_sparsity(self) -> float | None:

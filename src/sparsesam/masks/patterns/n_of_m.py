@@ -42,7 +42,6 @@ class NM(Pattern):
     n: int
     m: int
     axis: GroupAxis = "output"
-    knows_shards = True
 
     def __post_init__(self) -> None:
         check_count("m", self.m, "it is the size of a group, 4 in 2:4")
@@ -140,9 +139,6 @@ def _expand(units: Units, rows: Tensors, like: Tensors) -> BoolMasks:
     return units.expand(torch.cat([none, *(row.reshape(-1) for row in rows.values())]), like)
 
 
-# ---- the choice in groups of a matrix ------------------------------------------------------------------------
-
-
 def choose_in_groups(scores: Tensor, first: Tensor, n: int, m: int, axis: GroupAxis) -> Tensor:
     """Mark the ``n`` largest of every ``m`` consecutive scores; ties go to the earlier position.
 
@@ -161,15 +157,12 @@ def choose_in_groups(scores: Tensor, first: Tensor, n: int, m: int, axis: GroupA
 
 def _ranks(members: Tensor) -> Tensor:
     """rank_i = #{j: s_j > s_i} + #{j < i: s_j = s_i}, from one comparison per pair."""
-    size = len(members)
-    ranks = torch.empty_like(members, dtype=torch.uint8 if size < 256 else torch.int32)
-    for i in range(size):
-        ranks[i] = size - 1 - i
-    for j in range(1, size):
+    ranks = torch.zeros_like(members, dtype=torch.int32)
+    for j in range(len(members)):
         for i in range(j):
-            earlier_wins = (members[i] >= members[j]).to(ranks.dtype)
+            earlier_wins = members[i] >= members[j]
             ranks[j] += earlier_wins
-            ranks[i] -= earlier_wins
+            ranks[i] += ~earlier_wins
     return ranks
 
 

@@ -34,7 +34,6 @@ class Structured(Pattern):
 
     unit: Unit = "filter"
     rounding: Literal["below", "reach"] = "below"
-    knows_shards = True
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(Unit))
