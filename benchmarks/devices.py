@@ -53,9 +53,9 @@ def gpu(
     images, labels = (tensor.to(where) for tensor in cifar_batch(batch))
     cases = {
         name: Case(network, (images, labels), wrap, settings={**SGD, "foreach": True}, precision=half)
-        for name, wrap in session.chosen(masks(), "SGD").items()
+        for name, wrap in session.chosen(MASKS, "SGD").items()
     }
-    print(device_name(where))
+    print(where)
     rows = []
     for name, ratio in session.compare(cases, "SGD", device_clock(session, where)).items():
         of_cuda = (_peak(cases[name]), _syncs(cases[name])) if where.type == "cuda" else ("–", "–")
@@ -63,21 +63,21 @@ def gpu(
     show(" | ms | x SGD | launches | waits | MB | CUDA syncs", rows)
 
 
-def masks() -> dict[str, Wrap | None]:
-    def masked(pattern: str, sparsity: float | None = None, *, norm: str = "full", **options: Any) -> Wrap:
-        return ssam(sparsesam.random_mask(pattern=pattern, sparsity=sparsity), norm=norm, **options)
+def masked(pattern: str, sparsity: float | None = None, *, norm: str = "full", **options: Any) -> Wrap:
+    return ssam(sparsesam.random_mask(pattern=pattern, sparsity=sparsity), norm=norm, **options)
 
-    return {
-        "SGD": None,
-        "SAM": sam,
-        "ASAM": lambda base, model: sparsesam.SAM(base, model, rho=1.0, adaptive=True),
-        "entries, sparsity 0.5": masked("unstructured", 0.5),
-        "entries, sparsity 0.9": masked("unstructured", 0.9),
-        "filters, sparsity 0.5, masked norm": masked("filter", 0.5, norm="masked"),
-        "2:4": masked("2:4"),
-        "2:4, implicit": masked("2:4", norm="masked", ascent="implicit"),
-        "1:2, implicit": masked("1:2", norm="masked", ascent="implicit"),
-    }
+
+MASKS: dict[str, Wrap | None] = {
+    "SGD": None,
+    "SAM": sam,
+    "ASAM": lambda base, model: sparsesam.SAM(base, model, rho=1.0, adaptive=True),
+    "entries, sparsity 0.5": masked("unstructured", 0.5),
+    "entries, sparsity 0.9": masked("unstructured", 0.9),
+    "filters, sparsity 0.5, masked norm": masked("filter", 0.5, norm="masked"),
+    "2:4": masked("2:4"),
+    "2:4, implicit": masked("2:4", norm="masked", ascent="implicit"),
+    "1:2, implicit": masked("1:2", norm="masked", ascent="implicit"),
+}
 
 
 def beyond_passes(case: Case) -> tuple[int, int]:
@@ -133,7 +133,7 @@ def nm_vit(
         name: nm_case(name, round(WIDTH * scale), image, batch, where, PRECISIONS[precision])
         for name in session.chosen(NM_CASES, "SAM")
     }
-    print(f"{precision} on {device_name(where)}, patches of one pixel")
+    print(f"{precision} on {where}, patches of one pixel")
     rows = []
     for name, ratio in session.compare(cases, "SAM", device_clock(session, where)).items():
         theirs = (f"{PAPER[name]:.2f}", f"{PAPER[name] / PAPER['SAM']:.2f}") if name in PAPER else ("–", "–")
@@ -167,7 +167,3 @@ def device_clock(session: Session, device: torch.device) -> Clock:
         return session.clock()
 
     return clock
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
