@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import sparsesam
-from benchmarks.cases import SGD, Batch, Case, Wrap, cifar_batch, sam, ssam
+from benchmarks.cases import SGD, Case, Wrap, cifar_batch, sam, ssam
 from benchmarks.dispatch import LaunchCounter
 from benchmarks.runner import Session, benchmark
 from benchmarks.timing import Clock, show
@@ -58,8 +58,8 @@ def gpu(
     print(where)
     rows = []
     for name, ratio in session.compare(cases, "SGD", device_clock(session, where)).items():
-        of_cuda = (_peak(cases[name]), _syncs(cases[name])) if where.type == "cuda" else ("–", "–")
-        rows.append((name, ratio.milliseconds, f"{ratio.median:.2f}", *beyond_passes(cases[name]), *of_cuda))
+        cuda = of_cuda(cases[name]) if where.type == "cuda" else ("–", "–")
+        rows.append((name, ratio.milliseconds, f"{ratio.median:.2f}", *beyond_passes(cases[name]), *cuda))
     show(" | ms | x SGD | launches | waits | MB | CUDA syncs", rows)
 
 
@@ -92,23 +92,19 @@ def beyond_passes(case: Case) -> tuple[int, int]:
     return launches, waits
 
 
-def _peak(case: Case) -> str:
+def of_cuda(case: Case) -> tuple[str, str]:
+    """Returns the peak of memory beyond what is held, in MB, and the number of synchronizations, of a step."""
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    case()
-    return f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f}"
-
-
-def _syncs(case: Case) -> str:
-    before = torch.cuda.get_sync_debug_mode()
+    held, mode = torch.cuda.memory_allocated(), torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             case()
     finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return str(sum("synchroniz" in str(warning.message) for warning in caught))
+        torch.cuda.set_sync_debug_mode(mode)
+    syncs = sum("synchroniz" in str(warning.message) for warning in caught)
+    return f"{(torch.cuda.max_memory_allocated() - held) / 2**20:.0f}", str(syncs)
 
 
 @benchmark(rounds=5, only="", quick={"scale": 1 / 512, "image": 2, "batch": 2})
@@ -145,17 +141,24 @@ def nm_case(name: str, width: int, side: int, batch: int, device: torch.device, 
     torch.manual_seed(0)
     model = VisionTransformer(10, 3, side, patch_size=1, dim=width, depth=1, heads=1, mlp_ratio=1.0)
     data = (torch.randn(batch, 3, side, side, device=device), torch.arange(batch, device=device) % 10)
-    wrap = None if name == "Adam" else partial(nm_wrap, data=data, **NM_CASES[name])
-    move = partial(nn.Module.to, device=device)
-    return Case(model, data, wrap, prepare=move, base=torch.optim.Adam, settings={"lr": 1e-3}, precision=precision)
 
+    def wrap(base: Any, model: nn.Module, *, pattern: str = "", **options: Any) -> Any:
+        if not pattern:
+            return base if name == "Adam" else sparsesam.SAM(base, model, rho=0.2)
+        mask = sparsesam.fisher_mask(
+            data, cross_entropy, pattern=pattern, samples=batch
+        )  # made once, in the first step
+        return sparsesam.SSAM(base, model, rho=0.2, mask=mask, **options)
 
-def nm_wrap(base: torch.optim.Optimizer, model: nn.Module, *, data: Batch, pattern: str = "", **options: Any) -> Any:
-    """Returns SAM, or SSAM with a mask computed once, in the first step."""
-    if not pattern:
-        return sparsesam.SAM(base, model, rho=0.2)
-    mask = sparsesam.fisher_mask(data, cross_entropy, pattern=pattern, samples=len(data[1]))
-    return sparsesam.SSAM(base, model, rho=0.2, mask=mask, **options)
+    return Case(
+        model,
+        data,
+        partial(wrap, **NM_CASES[name]),
+        prepare=partial(nn.Module.to, device=device),
+        base=torch.optim.Adam,
+        settings={"lr": 1e-3},
+        precision=precision,
+    )
 
 
 def device_clock(session: Session, device: torch.device) -> Clock:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import get_args
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from sparsesam.lab.models import build_model
 from sparsesam.masks.fisher import fisher_diagonal
 from sparsesam.masks.patterns import Unstructured
 from sparsesam.masks.scores import Fisher
-from sparsesam.masks.select import random_scores, top_mask
+from sparsesam.masks.select import top_mask
 
 Tensors = dict[str, Tensor]
 
@@ -131,45 +130,25 @@ def topk_of_concatenation(scores: Mapping[str, Tensor], count: int) -> Tensors:
     return {name: part.view(scores[name].shape) for name, part in zip(scores, parts, strict=True)}
 
 
-def partition_of_everything(scores: Mapping[str, Tensor], count: int, among: Mapping[str, Tensor]) -> Tensors:
-    """The simple form of top_mask: np.partition of all allowed scores gives the threshold. Ties are not resolved."""
-    entries = np.concatenate([np.compress(among[name].view(-1), score.view(-1)) for name, score in scores.items()])
-    place = len(entries) - count
-    entries.partition(place)
-    threshold = float(entries[place])
-    return {name: (score >= threshold).logical_and_(among[name]) for name, score in scores.items()}
-
-
-def simple_drop_and_grow(masks: Mapping[str, Tensor], keep: Tensors, generator: torch.Generator) -> Tensors:
-    kept = sum(int(mask.count_nonzero()) for mask in masks.values())
-    left = partition_of_everything(keep, kept // 2, masks)
-    free = {name: ~mask for name, mask in left.items()}
-    grown = partition_of_everything(random_scores(keep, generator=generator), kept - kept // 2, free)
-    return {name: mask.logical_or_(left[name]) for name, mask in grown.items()}
-
-
 @benchmark(rounds=7, quick={"model": "resnet10-small"})
 def selection(session: Session, *, model: str = "resnet18") -> None:
-    """How long does it take to select a mask, against torch.topk and np.partition?
+    """How long does it take to select a mask, against torch.topk?
 
     Scores have the tensor shapes of ResNet-18 (CIFAR stem, 11.17 M weights).
     """
     generator = torch.Generator().manual_seed(0)
     plain, keep = squared_gaussians(model, generator), squared_gaussians(model, generator)
     size = sum(score.numel() for score in plain.values())
-    everything = {name: torch.ones_like(score, dtype=torch.bool) for name, score in plain.items()}
     tables: dict[str, dict[str, Callable[[], object]]] = {}
     for title, scores in (("scores", plain), ("scores, 30 % zeros", squared_gaussians(model, generator, zeros=0.3))):
         tables[f"top half of {size:,} {title}"] = {
             "top_mask": partial(top_mask, scores, size // 2),
             "torch.topk of the concatenation": partial(topk_of_concatenation, scores, size // 2),
-            "np.partition of all scores": partial(partition_of_everything, scores, size // 2, everything),
         }
     entries = Unstructured()
     masks = entries.select(plain, 0.5)
     tables["drop and growth of SSAM-D"] = {
         "drop_and_grow": partial(entries.drop_and_grow, masks, keep, generator, sparsity=0.5, ratio=0.5),
-        "np.partition of all scores": partial(simple_drop_and_grow, masks, keep, generator),
     }
     for title, ways in tables.items():
         ours = next(iter(ways))

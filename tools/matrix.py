@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -25,21 +24,6 @@ TESTS = [f"tests/{folder}test_*.py" for folder in ("", "masks/", "budget/", "dis
 TOOLS = ["pytest", "pytest-xdist", "hypothesis", "pyyaml", "pytorch-optimizer", "schedulefree"]
 (MINIMUM,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
 UV = [sys.executable, "-m", "uv"]
-HEAD = """<!-- `make matrix` (tools/matrix.py) writes the rows. -->
-
-# Versions
-
-The core tests (optimizers, masks, savings, budget, DDP, FSDP2, torch.func, compat) on combinations
-of Python and torch, each in its own environment, without a GPU. Tests that need a newer torch, or
-packages that are not installed in the environment, are skipped.
-
-| Python | torch | tests | time | commit |
-|---|---|---|---|---|
-"""
-TAIL = f"""
-{platform.system()} {platform.machine()}, one process. Trainers, the command line and the report are
-tested with the versions in `constraints.txt`.
-"""
 
 
 def main() -> int:
@@ -94,10 +78,11 @@ def place_of(row: str) -> tuple[bool, list[int]]:
 
 
 def write(row: str) -> None:
-    """Put the row in its place on the page."""
-    others = [line for line in PAGE.read_text().splitlines() if re.match(r"\| \d", line)]
-    rows = [line for line in others if place_of(line) != place_of(row)] + [row]
-    PAGE.write_text(HEAD + "".join(f"{line}\n" for line in sorted(rows, key=place_of)) + TAIL)
+    """Put the row in its place in the table of the page."""
+    text = PAGE.read_text()
+    (table,) = re.findall(r"(?:^\| \d.*\n)+", text, re.MULTILINE)
+    others = [line for line in table.splitlines(keepends=True) if place_of(line) != place_of(row)]
+    PAGE.write_text(text.replace(table, "".join(sorted([*others, f"{row}\n"], key=place_of))))
 
 
 def commit() -> str:
