@@ -329,22 +329,12 @@ def are_close(found, wanted):
     return np.allclose(np.frombuffer(found[2]), np.frombuffer(wanted[2]), rtol=1e-11, atol=1e-13, equal_nan=True)
 
 
-OPTIONS = {"deadline": None, "database": None, "derandomize": True, "phases": [Phase.generate]}
-
-
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=500, suppress_health_check=list(HealthCheck), **OPTIONS)
-@given(st.integers(0, 2**40))
-def test_random_program_equals_two_plain_passes(seed):
-    check(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@settings(max_examples=20_000, suppress_health_check=list(HealthCheck), **OPTIONS)
-@given(st.integers(2**41, 2**60))
-def test_many_random_programs_equal_two_plain_passes(seed):
-    check(seed)
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_random_programs_equal_two_plain_passes(count):
+    options = {"deadline": None, "database": None, "derandomize": True, "phases": [Phase.generate]}
+    seeds = st.integers(0, 2**40) if count == 500 else st.integers(2**41, 2**60)
+    settings(max_examples=count, suppress_health_check=list(HealthCheck), **options)(given(seeds)(check))()
 
 
 @pytest.mark.filterwarnings("ignore")
