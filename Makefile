@@ -39,7 +39,7 @@ docs: .venv/.installed  ## build the documentation in build/site, with every lin
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 matrix: .venv/.installed  ## the core tests on other versions of Python and torch; writes docs/versions.md
-	@$(BIN)/python tools/matrix.py --write docs/versions.md
+	@$(BIN)/python tools/matrix.py
 
 package: .venv/.installed  ## build wheel and sdist; install each alone and try it
 	@$(BIN)/python tools/package.py

@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import (  # noqa: F401  each registers its benchmarks
-    augmentation,
-    budget,
-    devices,
-    fisher,
-    hessian,
-    landscape,
-    predict,
-    report,
-    selection,
-    steps,
-    sweep,
-    throughput,
-)
+from benchmarks import analyses, devices, masks, report, steps, training  # noqa: F401  each registers its benchmarks
 from benchmarks.runner import main
 
 if __name__ == "__main__":

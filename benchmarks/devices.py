@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import sparsesam
-from benchmarks.cases import SGD, Batch, Case, Wrap, cifar_batch, sam, ssam
+from benchmarks.cases import SGD, Case, Wrap, cifar_batch, sam, ssam
 from benchmarks.dispatch import LaunchCounter
 from benchmarks.runner import Session, benchmark
 from benchmarks.timing import Clock, show
@@ -53,31 +53,31 @@ def gpu(
     images, labels = (tensor.to(where) for tensor in cifar_batch(batch))
     cases = {
         name: Case(network, (images, labels), wrap, settings={**SGD, "foreach": True}, precision=half)
-        for name, wrap in session.chosen(masks(), "SGD").items()
+        for name, wrap in session.chosen(MASKS, "SGD").items()
     }
-    print(device_name(where))
+    print(where)
     rows = []
     for name, ratio in session.compare(cases, "SGD", device_clock(session, where)).items():
-        of_cuda = (_peak(cases[name]), _syncs(cases[name])) if where.type == "cuda" else ("–", "–")
-        rows.append((name, ratio.milliseconds, f"{ratio.median:.2f}", *beyond_passes(cases[name]), *of_cuda))
+        cuda = of_cuda(cases[name]) if where.type == "cuda" else ("–", "–")
+        rows.append((name, ratio.milliseconds, f"{ratio.median:.2f}", *beyond_passes(cases[name]), *cuda))
     show(" | ms | x SGD | launches | waits | MB | CUDA syncs", rows)
 
 
-def masks() -> dict[str, Wrap | None]:
-    def masked(pattern: str, sparsity: float | None = None, *, norm: str = "full", **options: Any) -> Wrap:
-        return ssam(sparsesam.random_mask(pattern=pattern, sparsity=sparsity), norm=norm, **options)
+def masked(pattern: str, sparsity: float | None = None, *, norm: str = "full", **options: Any) -> Wrap:
+    return ssam(sparsesam.random_mask(pattern=pattern, sparsity=sparsity), norm=norm, **options)
 
-    return {
-        "SGD": None,
-        "SAM": sam,
-        "ASAM": lambda base, model: sparsesam.SAM(base, model, rho=1.0, adaptive=True),
-        "entries, sparsity 0.5": masked("unstructured", 0.5),
-        "entries, sparsity 0.9": masked("unstructured", 0.9),
-        "filters, sparsity 0.5, masked norm": masked("filter", 0.5, norm="masked"),
-        "2:4": masked("2:4"),
-        "2:4, implicit": masked("2:4", norm="masked", ascent="implicit"),
-        "1:2, implicit": masked("1:2", norm="masked", ascent="implicit"),
-    }
+
+MASKS: dict[str, Wrap | None] = {
+    "SGD": None,
+    "SAM": sam,
+    "ASAM": lambda base, model: sparsesam.SAM(base, model, rho=1.0, adaptive=True),
+    "entries, sparsity 0.5": masked("unstructured", 0.5),
+    "entries, sparsity 0.9": masked("unstructured", 0.9),
+    "filters, sparsity 0.5, masked norm": masked("filter", 0.5, norm="masked"),
+    "2:4": masked("2:4"),
+    "2:4, implicit": masked("2:4", norm="masked", ascent="implicit"),
+    "1:2, implicit": masked("1:2", norm="masked", ascent="implicit"),
+}
 
 
 def beyond_passes(case: Case) -> tuple[int, int]:
@@ -92,23 +92,19 @@ def beyond_passes(case: Case) -> tuple[int, int]:
     return launches, waits
 
 
-def _peak(case: Case) -> str:
+def of_cuda(case: Case) -> tuple[str, str]:
+    """Returns the peak of memory beyond what is held, in MB, and the number of synchronizations, of a step."""
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    case()
-    return f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f}"
-
-
-def _syncs(case: Case) -> str:
-    before = torch.cuda.get_sync_debug_mode()
+    held, mode = torch.cuda.memory_allocated(), torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             case()
     finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return str(sum("synchroniz" in str(warning.message) for warning in caught))
+        torch.cuda.set_sync_debug_mode(mode)
+    syncs = sum("synchroniz" in str(warning.message) for warning in caught)
+    return f"{(torch.cuda.max_memory_allocated() - held) / 2**20:.0f}", str(syncs)
 
 
 @benchmark(rounds=5, only="", quick={"scale": 1 / 512, "image": 2, "batch": 2})
@@ -133,7 +129,7 @@ def nm_vit(
         name: nm_case(name, round(WIDTH * scale), image, batch, where, PRECISIONS[precision])
         for name in session.chosen(NM_CASES, "SAM")
     }
-    print(f"{precision} on {device_name(where)}, patches of one pixel")
+    print(f"{precision} on {where}, patches of one pixel")
     rows = []
     for name, ratio in session.compare(cases, "SAM", device_clock(session, where)).items():
         theirs = (f"{PAPER[name]:.2f}", f"{PAPER[name] / PAPER['SAM']:.2f}") if name in PAPER else ("–", "–")
@@ -145,17 +141,24 @@ def nm_case(name: str, width: int, side: int, batch: int, device: torch.device, 
     torch.manual_seed(0)
     model = VisionTransformer(10, 3, side, patch_size=1, dim=width, depth=1, heads=1, mlp_ratio=1.0)
     data = (torch.randn(batch, 3, side, side, device=device), torch.arange(batch, device=device) % 10)
-    wrap = None if name == "Adam" else partial(nm_wrap, data=data, **NM_CASES[name])
-    move = partial(nn.Module.to, device=device)
-    return Case(model, data, wrap, prepare=move, base=torch.optim.Adam, settings={"lr": 1e-3}, precision=precision)
 
+    def wrap(base: Any, model: nn.Module, *, pattern: str = "", **options: Any) -> Any:
+        if not pattern:
+            return base if name == "Adam" else sparsesam.SAM(base, model, rho=0.2)
+        mask = sparsesam.fisher_mask(
+            data, cross_entropy, pattern=pattern, samples=batch
+        )  # made once, in the first step
+        return sparsesam.SSAM(base, model, rho=0.2, mask=mask, **options)
 
-def nm_wrap(base: torch.optim.Optimizer, model: nn.Module, *, data: Batch, pattern: str = "", **options: Any) -> Any:
-    """Returns SAM, or SSAM with a mask computed once, in the first step."""
-    if not pattern:
-        return sparsesam.SAM(base, model, rho=0.2)
-    mask = sparsesam.fisher_mask(data, cross_entropy, pattern=pattern, samples=len(data[1]))
-    return sparsesam.SSAM(base, model, rho=0.2, mask=mask, **options)
+    return Case(
+        model,
+        data,
+        partial(wrap, **NM_CASES[name]),
+        prepare=partial(nn.Module.to, device=device),
+        base=torch.optim.Adam,
+        settings={"lr": 1e-3},
+        precision=precision,
+    )
 
 
 def device_clock(session: Session, device: torch.device) -> Clock:
@@ -167,7 +170,3 @@ def device_clock(session: Session, device: torch.device) -> Clock:
         return session.clock()
 
     return clock
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

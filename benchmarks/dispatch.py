@@ -7,18 +7,15 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+_READ = "_local_scalar_dense"
 #: Allocations and metadata queries launch nothing.
-_NO_LAUNCH = (
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
-    *("is_same_size", "_local_scalar_dense"),
-)
+_NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size", _READ)
 #: Operations that make the host wait for the device, or whose output size only the device knows.
-_SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique2", "equal")
+_SYNCS = (_READ, "nonzero", "masked_select", "is_nonzero", "unique2", "equal")
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -55,8 +52,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self.now = 0
-        self.peak = 0
+        self.now = self.peak = 0
         # A storage keeps its Python object, and so its id, as long as any tensor uses it.
         self._seen = {id(tensor.untyped_storage()) for tensor in known}
 
@@ -68,17 +64,12 @@ class LiveBytes(TorchDispatchMode):
         """Run the operation; count the storages it created and those of its arguments not seen before."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter((result, args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
+            if isinstance(leaf, Tensor) and id(storage := leaf.untyped_storage()) not in self._seen:
+                self._seen.add(id(storage))
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
         return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if id(storage) in self._seen:
-            return
-        self._seen.add(id(storage))
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
 
     def _forget(self, key: int, size: int) -> None:
         self._seen.discard(key)

@@ -8,12 +8,12 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.timing import Cases, Clock, Ratio, interleaved, medians, ratios
+from benchmarks.timing import Cases, Clock, Ratio, compare
 from sparsesam.lab.experiment.provenance import provenance
 
 Value = TypeVar("Value")
@@ -50,19 +50,15 @@ class Session:
         """Times each case against the reference; first steps, which create momentum and masks, are not timed."""
         warmup = 1 if self.quick else 2
         chosen = self.chosen(cases, reference)
-        return ratios(interleaved(chosen, reference, rounds=self.rounds, warmup=warmup, clock=clock or self.clock))
-
-    def medians(self, cases: Cases) -> dict[str, float]:
-        return medians(cases, self.rounds, self.clock)
+        return compare(chosen, reference, rounds=self.rounds, warmup=warmup, clock=clock or self.clock)
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``shared`` and ``own`` are the options that it has, with their defaults; ``quick`` the values with --quick."""
+    """``options`` are its fields of `Session` and the function's own options, with their defaults."""
 
     function: Callable[..., None]
-    shared: Mapping[str, Any]
-    own: Mapping[str, Any]
+    options: Mapping[str, Any]
     quick: Mapping[str, Any]
 
     @property
@@ -70,35 +66,33 @@ class Benchmark:
         return (inspect.getdoc(self.function) or "").partition("\n\n")[0].replace("\n", " ")
 
     def run(self, given: Mapping[str, Any]) -> None:
-        quick = {"quick": True, "threads": 1, "rounds": 1, **self.quick} if given.get("quick") else {}
-        values = {
-            name: given.get(name, quick.get(name, default)) for name, default in {**self.shared, **self.own}.items()
-        }
-        session = Session(**{name: values[name] for name in self.shared}, quick=bool(quick))
+        quick = {"threads": 1, "rounds": 1, **self.quick} if given.get("quick") else {}
+        values = {name: given.get(name, quick.get(name, default)) for name, default in self.options.items()}
         print(f"\n== {self.function.__name__}: {self.question}")
         print(", ".join(f"{name} {value}" for name, value in values.items() if value != ""), end="\n\n")
+        of_session = {name: values.pop(name) for name in asdict(Session()).keys() & values.keys()}
+        session = Session(**of_session, quick=bool(quick))
         threads = torch.get_num_threads()
         torch.set_num_threads(session.threads)
         try:
-            self.function(session, **{name: values[name] for name in self.own})
+            self.function(session, **values)
         finally:
             torch.set_num_threads(threads)
 
 
 def benchmark(
-    *, quick: Mapping[str, Any] | None = None, options: Callable[..., Any] | None = None, **shared: Any
+    *, quick: Mapping[str, Any] | None = None, **session: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a benchmark. Its own options are its arguments with a default, or those of ``options``.
+    """Registers a benchmark. Its options are its arguments with a default, and those of `Session` that are given.
 
-    ``shared`` are options of `Session` that it uses, with its defaults: all have --threads, those with a number of
-    rounds --cpu-time.
+    All have --threads, those with a number of rounds --cpu-time. ``quick`` are values with --quick.
     """
+    clock = {"cpu_time": False} if "rounds" in session else {}
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        parameters = inspect.signature(options or function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
         own = {each.name: each.default for each in parameters if each.default is not each.empty}
-        timed = {"cpu_time": False} if "rounds" in shared else {}
-        BENCHMARKS[function.__name__] = Benchmark(function, {"threads": 2, **timed, **shared}, own, quick or {})
+        BENCHMARKS[function.__name__] = Benchmark(function, {"threads": 2, **clock, **session, **own}, quick or {})
         return function
 
     return register
@@ -122,14 +116,12 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = [BENCHMARKS[name] for name in (BENCHMARKS if "all" in names else names)]
     parser.description = "\n\n".join(inspect.getdoc(each.function) or "" for each in chosen)
     parser.add_argument("--quick", action="store_true", help="seconds, to see that it runs; the figures mean nothing")
-    for name, default in {
-        name: value for each in chosen for name, value in {**each.shared, **each.own}.items()
-    }.items():
-        is_list = isinstance(default, tuple)
-        kind = type(default[0] if is_list else default)
-        how: dict[str, Any] = {"type": kind, "nargs": "+"} if is_list else {"type": kind}
+    for name, default in {name: value for each in chosen for name, value in each.options.items()}.items():
+        how: dict[str, Any] = {"type": type(default)}
         if isinstance(default, bool):
             how = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(default, tuple):
+            how = {"type": type(default[0]), "nargs": "+"}
         parser.add_argument(f"--{name.replace('_', '-')}", help=f"{HELP.get(name, '')} (default: {default})", **how)
     given = vars(parser.parse_args(words[len(names) :]))
     if not chosen:

@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -22,11 +21,7 @@ from benchmarks.timing import show
 from sparsesam.lab.models import build_model
 from sparsesam.replay import Tape
 
-#: Names of the last block, the last stage and the last two stages in each model.
-TAILS = {
-    "resnet18": (("layer4.1.*", "fc.*"), ("layer4.*", "fc.*"), ("layer[34].*", "fc.*")),
-    "resnet10-small": (("layer4.0.*", "fc.*"), ("layer4.*", "fc.*"), ("layer[34].*", "fc.*")),
-}
+STAGE, TWO_STAGES = ("layer4.*", "fc.*"), ("layer[34].*", "fc.*")
 QUICK = {"model": "resnet10-small", "batch": 2}
 PERIOD = 5  # of LookSAM
 
@@ -72,7 +67,8 @@ def made(model: str, batch: int) -> tuple[nn.Module, Batch]:
 def steps(session: Session, *, model: str = "resnet18", batch: int = 64, memory: bool = False) -> None:
     """What does a step cost with each kind of mask? Masks are made before the timing."""
     network, data = made(model, batch)
-    block, stage, more = (sparsesam.fixed_mask(*names) for names in TAILS[model])
+    block = sparsesam.fixed_mask("layer4.1.*" if model == "resnet18" else "layer4.0.*", "fc.*")
+    stage, more = sparsesam.fixed_mask(*STAGE), sparsesam.fixed_mask(*TWO_STAGES)
     half, tenth = (filters_of_every_layer(network, share) for share in (0.5, 0.1))
     unstructured = sparsesam.random_mask(sparsity=0.5)
     fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=0.5, samples=min(16, batch))
@@ -117,7 +113,7 @@ def methods(session: Session, *, model: str = "resnet18", batch: int = 64, memor
     """What does a step of every method cost, beside pytorch-optimizer's?"""
     network, data = made(model, batch)
     makes: dict[str, Make] = {"SGD": partial(Case, network, data)}
-    for name, wrap in {**METHODS, "last stage": ssam(sparsesam.fixed_mask(*TAILS[model][1]))}.items():
+    for name, wrap in {**METHODS, "last stage": ssam(sparsesam.fixed_mask(*STAGE))}.items():
         makes[name] = partial(Case, network, data, wrap, steps=PERIOD if "LookSAM" in name else 1)
     for name in ("SAM", "FriendlySAM", "WSAM", "GSAM"):
         makes[f"pytorch-optimizer {name}"] = partial(OtherCase, network, data, name)
@@ -125,9 +121,10 @@ def methods(session: Session, *, model: str = "resnet18", batch: int = 64, memor
     time_steps(session, makes, memory=memory)
 
 
-def last_stage(model: nn.Module, batch: Batch, names: tuple[str, ...], prepare: Any) -> dict[str, Make]:
-    """Returns SGD, SAM and the last stage, each on a copy of the model prepared in the same way."""
-    stage = sparsesam.fixed_mask(*names)
+def last_stage(session: Session, model: str, batch: int, prepare: Callable[[nn.Module], nn.Module]) -> None:
+    """Times SGD, SAM and the last stage, each on a copy of the model prepared in the same way."""
+    network, data = made(model, batch)
+    stage = sparsesam.fixed_mask(*STAGE)
     wraps = {
         "SGD": None,
         "SAM": sam,
@@ -135,7 +132,8 @@ def last_stage(model: nn.Module, batch: Batch, names: tuple[str, ...], prepare: 
         'last stage, norm="full"': ssam(stage, norm="full"),
         "last stage, engine off": ssam(stage, engine=False),
     }
-    return {name: partial(Case, model, batch, wrap, prepare=prepare) for name, wrap in wraps.items()}
+    makes = {name: partial(Case, network, data, wrap, prepare=prepare) for name, wrap in wraps.items()}
+    print(time_steps(session, makes)["last stage"].optimizer.savings())
 
 
 @benchmark(rounds=7, threads=1, cpu_time=True, quick=QUICK)
@@ -151,9 +149,7 @@ def on_rank(rank: int, folder: str, session: Session, model: str, batch: int) ->
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     if rank != 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # one table is enough
-    network, data = made(model, batch)
-    cases = time_steps(session, last_stage(network, data, TAILS[model][1], DistributedDataParallel))
-    print(cases["last stage"].optimizer.savings())
+    last_stage(session, model, batch, DistributedDataParallel)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -161,11 +157,8 @@ def on_rank(rank: int, folder: str, session: Session, model: str, batch: int) ->
 @benchmark(rounds=7, threads=1, cpu_time=True, quick={**QUICK, "backend": "aot_eager"})
 def compiled(session: Session, *, model: str = "resnet18", batch: int = 64, backend: str = "inductor") -> None:
     """What does a step cost with compiled blocks?"""
-    network, data = made(model, batch)
     torch._dynamo.config.recompile_limit = 100  # every copy of the model compiles its blocks
-    compile_blocks = partial(sparsesam.compile_blocks, backend=backend)
-    cases = time_steps(session, last_stage(network, data, TAILS[model][1], compile_blocks))
-    print(cases["last stage"].optimizer.savings())
+    last_stage(session, model, batch, partial(sparsesam.compile_blocks, backend=backend))
 
 
 @benchmark(rounds=2000, threads=1, cpu_time=True)
@@ -177,13 +170,7 @@ def tiny(session: Session, *, operations: int = 100) -> None:
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    images, labels = torch.randn(8, 64), torch.randint(10, (8,))
-    masks = {"last layer": sparsesam.fixed_mask("2.*"), "unstructured 50 %": sparsesam.random_mask(sparsity=0.5)}
-    cases: dict[str, Callable[[], object]] = {}
-    for name, mask in masks.items():
-        cases[name] = Case(model, (images, labels), ssam(mask))
-        cases[f"{name}, plain"] = Case(model, (images, labels), ssam(mask, engine=False))
-
+    data = images, _ = torch.randn(8, 64), torch.randint(10, (8,))
     start = images.clone().requires_grad_()
 
     def chain() -> torch.Tensor:
@@ -200,15 +187,22 @@ def tiny(session: Session, *, operations: int = 100) -> None:
             chain()
         assert tape.reused == operations, first
 
-    # One after the other: what runs after a chain finds cold caches.
-    times = session.medians(cases) | session.medians({"chain": recorded, "chain, plain": lambda: (chain(), chain())})
-    ms = {name: 1e3 * seconds for name, seconds in times.items()}
-    added = {name: ms[name] - ms[f"{name}, plain"] for name in (*masks, "chain")}
-    rows = [(name, *(f"{value:.3f}" for value in (ms[name], ms[f"{name}, plain"], added[name]))) for name in added]
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        name: (Case(model, data, ssam(mask)), Case(model, data, ssam(mask, engine=False)))
+        for name, mask in (
+            ("last layer", sparsesam.fixed_mask("2.*")),
+            ("unstructured 50 %", sparsesam.random_mask(sparsity=0.5)),
+        )
+    }
+    pairs["chain"] = recorded, lambda: (chain(), chain())
+    rows = []
+    for name, (ours, plain) in pairs.items():
+        times = session.compare({"plain": plain, "ours": ours}, "plain")
+        added = 1e3 * (times["ours"].seconds - times["plain"].seconds)
+        rows.append((name, *(f"{1e3 * times[which].seconds:.3f}" for which in ("ours", "plain")), f"{added:.3f}"))
     show(" | ms | two plain passes | added", rows)
-    if operations:
-        each = 1e3 * added["chain"] / operations
-        print(f"an operation that is recorded and found again takes {each:.1f} us longer than running it twice")
+    each = 1e3 * added / operations
+    print(f"an operation that is recorded and found again takes {each:.1f} us longer than running it twice")
 
 
 @benchmark(quick={"width": 64})

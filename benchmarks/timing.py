@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 Cases = Mapping[str, Callable[[], object]]
 Clock = Callable[[], float]
-
-
-class Timed(NamedTuple):
-    """Seconds of one run, and of the reference: the mean of its runs just before and just after."""
-
-    seconds: float
-    reference: float
 
 
 @dataclass(frozen=True)
 class Ratio:
     """One case against the reference: median seconds, and the quartiles of the ratios over the rounds."""
 
-    name: str
     seconds: float
     low: float
     median: float
@@ -35,17 +25,17 @@ class Ratio:
 
     def per(self, count: int) -> Ratio:
         """Returns the ratio of one of ``count`` equal parts of the case."""
-        return Ratio(self.name, self.seconds / count, self.low / count, self.median / count, self.high / count)
+        return Ratio(self.seconds / count, self.low / count, self.median / count, self.high / count)
 
     @property
     def milliseconds(self) -> str:
         return f"{1e3 * self.seconds:.1f}"
 
 
-def interleaved(
+def compare(
     cases: Cases, reference: str, *, rounds: int, warmup: int, clock: Clock = time.perf_counter
-) -> dict[str, list[Timed]]:
-    """Time each case in each round, next to the reference.
+) -> dict[str, Ratio]:
+    """Time each case against the mean of the runs of the reference just before and just after.
 
     A round runs every case once, and the reference before and after each, so that changes of the machine's speed over
     seconds affect both equally. The first case rotates from round to round. ``warmup`` rounds are discarded. With one
@@ -62,42 +52,23 @@ def interleaved(
         return clock() - start
 
     names = [name for name in cases if name != reference]
-    timed: dict[str, list[Timed]] = {name: [] for name in cases}
+    timed: dict[str, list[float]] = {name: [] for name in cases}
+    relative: dict[str, list[float]] = {name: [] for name in names} | {reference: [1.0]}
     for number in range(warmup + rounds):
         first = number % len(names) if names else 0
-        before = seconds(reference)
-        references = [before]
+        times = [(reference, seconds(reference))]
         for name in names[first:] + names[:first]:
-            own, after = seconds(name), seconds(reference)
-            if number >= warmup:
-                timed[name].append(Timed(own, (before + after) / 2))
-            before = after
-            references.append(after)
+            times += [(name, seconds(name)), (reference, seconds(reference))]
         if number >= warmup:
-            timed[reference] += [Timed(own, own) for own in references]
-    return timed
+            for name, taken in times:
+                timed[name].append(taken)
+            for (_, before), (name, own), (_, after) in zip(times[::2], times[1::2], times[2::2], strict=False):
+                relative[name].append(2 * own / (before + after))
+    return {name: Ratio(statistics.median(timed[name]), *quartiles(relative[name])) for name in cases}
 
 
-def ratios(timed: Mapping[str, Sequence[Timed]]) -> dict[str, Ratio]:
-    """Returns each case's time divided by that of the adjacent reference runs."""
-    table = {}
-    for name, times in timed.items():
-        each = sorted(run.seconds / run.reference for run in times)
-        low, median, high = statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
-        table[name] = Ratio(name, statistics.median(run.seconds for run in times), low, median, high)
-    return table
-
-
-def medians(cases: Cases, rounds: int, clock: Clock = time.perf_counter) -> dict[str, float]:
-    """Returns the median seconds of each case, run in turn without a reference; a tenth as many rounds warm up."""
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    warmup = math.ceil(rounds / 10)
-    for _ in range(warmup + rounds):
-        for name, run in cases.items():
-            start = clock()
-            run()
-            times[name].append(clock() - start)
-    return {name: statistics.median(values[warmup:]) for name, values in times.items()}
+def quartiles(values: Sequence[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
 
 
 def show(headings: str, rows: Iterable[Sequence[object]]) -> None:

@@ -73,24 +73,15 @@ def build(kind, options):
     return transformers.AutoModel.from_config(config).double().train()
 
 
-def tokens(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 40, (2, 8), generator=generator)
-
-
 def inputs_of(kind, seed):
     generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 40, (2, 2, 8), generator=generator)
     if kind in TEXT:
-        return {"input_ids": tokens(seed)}
+        return {"input_ids": tokens[0]}
     if kind in PAIRS:
-        return {"input_ids": tokens(seed), "decoder_input_ids": tokens(seed + 100)}
-    if kind in IMAGES:
-        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator, dtype=torch.float64)}
-    return {"input_values": torch.randn(2, 256, generator=generator, dtype=torch.float64)}
-
-
-def loss_of(model, inputs):
-    return model(**inputs)[0].sin().mean()
+        return {"input_ids": tokens[0], "decoder_input_ids": tokens[1]}
+    name, shape = ("pixel_values", (3, 32, 32)) if kind in IMAGES else ("input_values", (256,))
+    return {name: torch.randn(2, *shape, generator=generator, dtype=torch.float64)}
 
 
 ALL = {**TEXT, **PAIRS, **IMAGES, **AUDIO}
@@ -104,7 +95,7 @@ def train(model, kind, mask, way, *, engine):
     random.seed(3)
     np.random.seed(3)  # noqa: NPY002 (what models draw their masks from)
     for inputs in (inputs_of(kind, seed) for seed in range(2)):
-        cases.WAYS[way](opt, lambda inputs=inputs: loss_of(model, inputs))
+        cases.WAYS[way](opt, lambda inputs=inputs: model(**inputs)[0].sin().mean())
     return model.state_dict(), opt.savings().reused
 
 

@@ -12,6 +12,7 @@ import random
 import threading
 import types
 from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests import cases
 
@@ -85,29 +86,24 @@ def train(program, way, *, engine):
     return [computed, bits(left), random.getstate(), repr(np.random.get_state())], reused  # noqa: NPY002
 
 
-class FreesItsContext(torch.autograd.Function):
+class KeepsInContext(torch.autograd.Function):
+    """Keeps its input, or a copy, outside of what autograd saves; the backward may write to it, and free it."""
+
     @staticmethod
-    def forward(ctx, x):
-        ctx.kept = torch.exp(-x * x)
-        return ctx.kept * 1
+    def forward(ctx, x, kind):
+        ctx.kept, ctx.kind = x.detach() if kind in ("read", "input with numpy") else (x * 2).detach(), kind
+        return torch.exp(-x * x)
 
     @staticmethod
     def backward(ctx, g):
-        result = ctx.kept.mul_(2) * g
-        del ctx.kept
-        return result
-
-
-class WritesWithNumpy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.input = x.detach()
-        return x * x
-
-    @staticmethod
-    def backward(ctx, g):
-        ctx.input.numpy()[0] *= 2
-        return g * 2
+        kept = ctx.kept
+        if "numpy" in ctx.kind:
+            kept.numpy()[0] *= 2
+        elif ctx.kind != "read":
+            kept.mul_(0.5)
+        if ctx.kind == "free":
+            del ctx.kept
+        return -kept * g, None
 
 
 class Tagged(torch.Tensor):
@@ -120,9 +116,8 @@ def counted(x: torch.Tensor) -> torch.Tensor:
     return x * (1 + GLOBAL["count"] % 2)
 
 
-# ---- programs in one expression ----------------------------------------------------------------------------------
-
-PROGRAMS = {
+#: Programs in one expression.
+EXPRESSIONS = {
     "plain": lambda m, x, y: m.middle(m.features(x)),
     "tied_weights": lambda m, x, y: m.features(m.features(x)),
     "embedding_renormalized": lambda m, x, y: m.features(x) + m.embed(y),
@@ -154,7 +149,7 @@ PROGRAMS = {
         m.middle(x) + F.instance_norm(m.body(x)[:, :, None].expand(8, 6, 2) * 1.5, m.average, m.start + 1).mean(-1)
     ),
     # autograd
-    "function_overwrites_and_frees_its_context": lambda m, x, y: FreesItsContext.apply(m.body(x)),
+    "function_overwrites_and_frees_its_context": lambda m, x, y: KeepsInContext.apply(m.body(x), "free"),
     "function_writes_in_place": lambda m, x, y: cases.HalvedInPlace.apply(m.body(x) + 1),
     "checkpoint_with_a_flag": lambda m, x, y: checkpoint(lambda v: m.features(v) * m.calls, x, use_reentrant=False),
     "checkpointed_with_reentrant_autograd": lambda m, x, y: checkpoint(
@@ -178,444 +173,304 @@ REUSE_NOTHING = {
 }
 
 
-def program(function):
-    PROGRAMS[function.__name__] = function
-    return function
-
-
-# ---- containers and Python state ---------------------------------------------------------------------------------
-
-
-@program
-def containers_changed_by_their_user(model, x, y):
-    def decode(skips):
-        return model.middle(skips.pop()) + skips.pop()
-
-    features = [model.features(x), torch.sin(x), x * 2]
-    out = OrderedDict(pooled=features.pop(), last=decode(features[::-1]))
-    out["pooled"] = out["pooled"] * 2 + out.pop("last")
-    features.reverse()
-    return out["pooled"] + features[0]
-
-
-@program
-def list_emptied_in_each_forward(model, x, y):
-    model.kept = []
-    model.kept.append((model.middle(x) + 1).detach())
-    return model.body(x) + 1
-
-
-@program
-def list_kept_for_the_next_forward(model, x, y):
-    last = model.kept[-1].mean() if model.kept else 0.0
-    model.kept = [torch.sin(model.middle(x) + 1).detach()]
-    return model.loss(torch.tanh(model.body(x) + 1), y) * (1 + last)
-
-
-@program
-def detached_statistics_in_a_global(model, x, y):
-    h = model.features(x)
-    GLOBAL["mean"] = 0.9 * GLOBAL.get("mean", 0.0) + 0.1 * h.detach().mean(0)
-    return h - GLOBAL["mean"]
-
-
-@program
-def global_written_in_place(model, x, y):
-    h = model.features(x) + 1
-    GLOBAL.setdefault("seen", []).append(h.detach())
-    GLOBAL["seen"][0].mul_(0.9)
-    return model.middle(h.clone()) + GLOBAL["seen"][0].mean()
-
-
-@program
-def attribute_of_an_activation(model, x, y):
-    h = model.features(x)
-    h.seen = getattr(h, "seen", 0) + 1
-    return model.loss(h, y) * h.seen
-
-
-@program
-def forward_and_hook_changed_in_the_pass(model, x, y):
-    model.body.forward = types.MethodType(lambda module, v: nn.Linear.forward(module, v) * 3, model.body)
-    with model.middle.register_forward_hook(lambda module, args, out: out * 2):
-        return model.middle(model.body(x))
-
-
-@program
-def model_copied_in_the_pass(model, x, y):
-    with torch.no_grad():
-        other = copy.deepcopy(model.middle)(x)
-    return model.features(x) + other
-
-
-@program
-def model_saved_in_the_pass(model, x, y):
-    h, file = model.features(x), io.BytesIO()
-    torch.save(model.state_dict(), file)
-    GLOBAL["size"] = len(file.getvalue())
-    return h
-
-
-@program
-def error_swallowed(model, x, y):
-    try:
-        if model.calls % 2 == 0:
-            torch.ones(2) @ torch.ones(3)
-    except RuntimeError:
-        x = x * 2
-    return model.features(x)
-
-
-@program
-def thread_computes_a_part(model, x, y):
-    h, parts = model.features(x), []
-    worker = threading.Thread(target=lambda: parts.append(torch.sin(h.detach())))
-    worker.start()
-    worker.join()
-    return h + parts[0]
-
-
-@program
-def default_type_changes(model, x, y):
-    h = model.features(x)
-    torch.set_default_dtype(torch.float64 if model.calls % 2 else torch.float32)
-    try:
-        return h + torch.linspace(0, 1, 6) / 3
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-# ---- random numbers ----------------------------------------------------------------------------------------------
-
-
-@program
-def numpy_generator(model, x, y):
-    model.generator = getattr(model, "generator", np.random.default_rng(0))
-    scale, model.kept = float(model.generator.random()), model.generator.bit_generator.state["state"]
-    return torch.sin(model.features(x) * scale)
-
-
-@program
-def random_numbers_after_the_head(model, x, y):
-    out = model.head(model.features(x))
-    if int(out[:, 0].sum().item() * 1000) % 2:
-        out = F.dropout(out, 0.5)
-    return F.cross_entropy(out + model.middle(F.dropout(x, 0.5))[:, :3], y)
-
-
-@program
-def buffer_drawn_in_place(model, x, y):
-    with torch.no_grad():
-        model.average.normal_()
-    return model.features(x) + model.average
-
-
-# ---- memory ------------------------------------------------------------------------------------------------------
-
-
-@program
-def activations_written_in_place(model, x, y):
-    h = model.body(x)
-    h[:, 0] += 1.0
-    h /= 2.0
-    return F.relu_(model.middle(F.relu_(h)))
-
-
-@program
-def written_through_data(model, x, y):
-    h = model.features(x) * 1
-    h.data.mul_(0.5)
-    return torch.sin(h)
-
-
-@program
-def data_replaced(model, x, y):
-    h = model.features(x) * 1
-    h.data = h.data * 2
-    return torch.sin(h)
-
-
-@program
-def batch_written_in_place(model, x, y):
-    h = model.features(x.clone())
-    x.mul_(0.9)
-    return h + torch.sin(x)
-
-
-@program
-def batch_written_after_its_view(model, x, y):
-    view, h = x[:, 1:], model.features(x.clone())
-    x.data.mul_(0.9)
-    return h + view.sum(1, keepdim=True)
-
-
-@program
-def memory_written_with_numpy(model, x, y):
-    h = model.features(x)
-    h.detach().numpy()[0] *= model.calls
-    return torch.sin(torch.tanh(h.detach())) + h
-
-
-@program
-def numpy_array_made_outside(model, x, y):
-    array = GLOBAL.setdefault("array", np.ones(6))
-    weights = torch.from_numpy(array)
-    h = torch.tanh(model.body(x) * weights)
-    array *= 0.9
-    return torch.sin(h) * weights
-
-
-@program
-def filled_outside_of_torch(model, x, y):
-    h = model.features(x)
-    out = torch.empty_like(h)
-    with torch._C.DisableTorchFunction():
-        out.numpy()[:] = h.detach().numpy() * model.calls
-    return h + torch.sin(out)
-
-
-@program
-def storage_exchanged(model, x, y):
-    h = model.features(x).detach()
-    torch.empty(0, dtype=h.dtype).set_(h).mul_(2.0)
-    return model.middle(h)
-
-
-@program
-def result_written_to_out(model, x, y):
-    with torch.no_grad():
-        out = torch.empty(8, 6, dtype=x.dtype)
-        torch.mul(model.key(x), 2.0, out=out)
-        torch.add(out[0], 1, out=model.average)
-    return model.features(x) + out * model.average
-
-
-@program
-def loss_writes_to_an_output(model, x, y):
-    with torch.no_grad():
-        clean = torch.tanh(model.middle(x))
-    out = model.head(model.features(x))
-    clean *= 2
-    return F.cross_entropy(out, y) + (out.mean(1) * clean.mean(1)).mean()
-
-
-@program
-def output_overwritten_in_one_branch(model, x, y):
-    with torch.no_grad():
-        clean = torch.tanh(model.middle(x))
-    out = model.head(model.features(x))
-    if int(out[:, 0].sum().item() * 1000) % 2:
-        clean.mul_(2.0)
-    return F.cross_entropy(out + clean[:, :3], y)
-
-
-@program
-def negative_zero(model, x, y):
-    sign = torch.tensor(-0.0 if model.calls % 2 else 0.0, dtype=x.dtype)
-    return model.features(x) + torch.copysign(torch.ones_like(sign), sign)
-
-
-@program
-def complex_numbers(model, x, y):
-    z = torch.complex(model.body(x), torch.tanh(model.middle(x)))
-    return (z * z.conj()).real + torch.fft.fft(z).conj().imag + z.conj().imag.neg()
-
-
-@program
-def sparse_matrix(model, x, y):
-    places = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
-    neighbors = torch.sparse_coo_tensor(places, torch.ones(4, dtype=x.dtype), (8, 8)).coalesce()
-    return torch.sparse.mm(neighbors, model.features(x))
-
-
-@program
-def inference_mode_inside(model, x, y):
-    h = model.features(x)
-    with torch.inference_mode():
-        extra = torch.tanh(model.middle(x))
-    return h + extra.clone()
-
-
-# ---- buffers and weights -----------------------------------------------------------------------------------------
-
-
-@program
-def batch_norm_statistics_listed(model, x, y):
-    h = model.norm(model.body(x))
-    GLOBAL.setdefault("means", []).append(model.norm.running_mean.tolist())
-    return h
-
-
-@program
-def trained_and_evaluated(model, x, y):
-    loss = model.loss(model.norm(model.body(x)), y)
-    model.eval()
-    loss = loss + model.loss(model.norm(model.body(x)), y)
-    model.train()
-    return loss
-
-
-@program
-def own_statistic(model, x, y):
-    h = model.features(x)
-    with torch.no_grad():
-        model.average.mul_(0.7).add_(0.3 * (h + 1).mean(0))
-    return h - model.average
-
-
-@program
-def buffer_replaced(model, x, y):
-    h = model.features(x)
-    model.average = 0.9 * model.average + 0.1 * h.detach().mean(0)
-    return h * model.average
-
-
-@program
-def buffers_swapped(model, x, y):
-    model.average, model.start = model.start, model.average
-    return model.features(x) + model.start
-
-
-@program
-def momentum_encoder_assigned_to_data(model, x, y):
-    h = model.features(x)
-    for slow, fast in zip(model.key.parameters(), model.body.parameters(), strict=True):
-        slow.data = slow.data * 0.9 + fast.data * 0.1
-    return h + torch.tanh(model.key(x))
-
-
-@program
-def momentum_encoder_updated_in_place(model, x, y):
-    h = model.features(x)
-    for slow, fast in zip(model.key.parameters(), model.body.parameters(), strict=True):
-        slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
-    return h + torch.tanh(model.key(x))
-
-
-@program
-def weight_clamped_through_data(model, x, y):
-    model.body.weight.data.clamp_(-0.2, 0.2).mul_(0.99)
-    return model.features(x)
-
-
-@program
-def view_of_perturbed_weight_kept(model, x, y):
-    view = model.head.weight[:, :3]
-    return model.loss(model.features(x), y) + view.square().mean()
-
-
-# ---- autograd ----------------------------------------------------------------------------------------------------
-
-
-@program
-def requires_grad_changes(model, x, y):
-    model.middle.weight.requires_grad_(model.calls % 2 == 0)
-    return model.middle(model.features(x))
-
-
-@program
-def gradient_mode_changes(model, x, y):
-    with torch.set_grad_enabled(model.calls % 2 == 0):
-        extra = torch.tanh(model.middle(x))
-    return model.features(x) + extra
-
-
-@program
-def backward_writes_activations_with_numpy(model, x, y):
-    h = model.features(x)
-    gradient = torch.autograd.grad(WritesWithNumpy.apply(h).sum(), model.body.bias, retain_graph=True)[0]
-    return torch.sin(h.detach()) + gradient
-
-
-@program
-def hooks_on_activations_and_nodes(model, x, y):
-    h = model.body(x)
-    h.register_hook(lambda gradient: gradient * 0.5)
-    h.grad_fn.register_hook(lambda inputs, outputs: tuple(None if g is None else g * 0.5 for g in inputs))
-    node = model.middle.bias.view_as(model.middle.bias).grad_fn.next_functions[0][0]
-    GLOBAL["hook"] = node.register_hook(lambda *_: None) and None
-    return model.middle(torch.tanh(h))
-
-
-@program
-def output_detached_in_place(model, x, y):
-    h = model.features(x)
-    kept = h * 2
-    kept.detach_()
-    return h + kept
-
-
-@program
-def penalty_on_gradients(model, x, y):
-    loss = model.loss(model.body(x), y)
-    gradients = torch.autograd.grad(loss, [model.body.weight, model.head.weight], create_graph=True)
-    return loss + 0.1 * sum(g.pow(2).sum() for g in gradients)
-
-
-@program
-def inner_gradient_before_the_head(model, x, y):
-    z = model.features(x).detach().requires_grad_()
-    gradient = torch.autograd.grad(torch.tanh(model.middle(z)).pow(2).sum(), z, create_graph=True)[0]
-    return z - 0.1 * gradient
-
-
-@program
-def backward_in_the_closure(model, x, y):
-    loss = model.loss(model.body(x), y)
-    loss.backward(retain_graph=True)
-    return loss * model.body.weight.grad.norm().detach()
-
-
-@program
-def backward_of_an_activation_in_the_closure(model, x, y):
-    h = model.body(x)
-    h.retain_grad()
-    h.square().sum().backward(retain_graph=True)
-    return model.loss(h, y) * h.grad.norm()
-
-
-@program
-def saved_tensors_packed(model, x, y):
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
-        return torch.sigmoid(model.features(x).exp())
-
-
-@program
-def saved_on_the_host(model, x, y):
-    with torch.autograd.graph.save_on_cpu():
-        return model.loss(model.features(x), y)
-
-
-@program
-def checkpointed(model, x, y):
-    h = checkpoint(lambda v: F.dropout(model.features(v), 0.2), x, use_reentrant=False)
-    return checkpoint(lambda v: torch.tanh(model.middle(v)), h, use_reentrant=False)
-
-
-@program
-def selectively_checkpointed(model, x, y):
-    policy = torch.utils.checkpoint.create_selective_checkpoint_contexts
-    contexts = lambda: policy([torch.ops.aten.addmm.default])  # noqa: E731
-    return model.middle(checkpoint(lambda v: torch.sin(model.features(v)), x, use_reentrant=False, context_fn=contexts))
-
-
-@program
-def autocast(model, x, y):
-    with torch.autocast("cpu", torch.bfloat16):
-        h = torch.tanh(F.linear(x.float(), model.body.weight.float()))
-        h = F.linear(h, model.body.weight.float())
-    return h.double() + model.middle(x)
-
-
-@program
-def forward_mode(model, x, y):
-    h = model.features(x)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, torch.ones_like(x))
-        return h + forward_ad.unpack_dual(torch.sin(dual)).tangent
-
-
-# ---- the comparison ----------------------------------------------------------------------------------------------
+class Statements:
+    """Programs of several lines."""
+
+    # containers and Python state
+
+    def containers_changed_by_their_user(model, x, y):
+        def decode(skips):
+            return model.middle(skips.pop()) + skips.pop()
+
+        features = [model.features(x), torch.sin(x), x * 2]
+        out = OrderedDict(pooled=features.pop(), last=decode(features[::-1]))
+        out["pooled"] = out["pooled"] * 2 + out.pop("last")
+        features.reverse()
+        return out["pooled"] + features[0]
+
+    def list_emptied_in_each_forward(model, x, y):
+        model.kept = []
+        model.kept.append((model.middle(x) + 1).detach())
+        return model.body(x) + 1
+
+    def list_kept_for_the_next_forward(model, x, y):
+        last = model.kept[-1].mean() if model.kept else 0.0
+        model.kept = [torch.sin(model.middle(x) + 1).detach()]
+        return model.loss(torch.tanh(model.body(x) + 1), y) * (1 + last)
+
+    def detached_statistics_in_a_global(model, x, y):
+        h = model.features(x)
+        GLOBAL["mean"] = 0.9 * GLOBAL.get("mean", 0.0) + 0.1 * h.detach().mean(0)
+        return h - GLOBAL["mean"]
+
+    def global_written_in_place(model, x, y):
+        h = model.features(x) + 1
+        GLOBAL.setdefault("seen", []).append(h.detach())
+        GLOBAL["seen"][0].mul_(0.9)
+        return model.middle(h.clone()) + GLOBAL["seen"][0].mean()
+
+    def attribute_of_an_activation(model, x, y):
+        h = model.features(x)
+        h.seen = getattr(h, "seen", 0) + 1
+        return model.loss(h, y) * h.seen
+
+    def forward_and_hook_changed_in_the_pass(model, x, y):
+        model.body.forward = types.MethodType(lambda module, v: nn.Linear.forward(module, v) * 3, model.body)
+        with model.middle.register_forward_hook(lambda module, args, out: out * 2):
+            return model.middle(model.body(x))
+
+    def model_copied_in_the_pass(model, x, y):
+        with torch.no_grad():
+            other = copy.deepcopy(model.middle)(x)
+        return model.features(x) + other
+
+    def model_saved_in_the_pass(model, x, y):
+        h, file = model.features(x), io.BytesIO()
+        torch.save(model.state_dict(), file)
+        GLOBAL["size"] = len(file.getvalue())
+        return h
+
+    def error_swallowed(model, x, y):
+        try:
+            if model.calls % 2 == 0:
+                torch.ones(2) @ torch.ones(3)
+        except RuntimeError:
+            x = x * 2
+        return model.features(x)
+
+    def thread_computes_a_part(model, x, y):
+        h, parts = model.features(x), []
+        worker = threading.Thread(target=lambda: parts.append(torch.sin(h.detach())))
+        worker.start()
+        worker.join()
+        return h + parts[0]
+
+    def default_type_changes(model, x, y):
+        h = model.features(x)
+        torch.set_default_dtype(torch.float64 if model.calls % 2 else torch.float32)
+        try:
+            return h + torch.linspace(0, 1, 6) / 3
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    # random numbers
+
+    def numpy_generator(model, x, y):
+        model.generator = getattr(model, "generator", np.random.default_rng(0))
+        scale, model.kept = float(model.generator.random()), model.generator.bit_generator.state["state"]
+        return torch.sin(model.features(x) * scale)
+
+    def random_numbers_after_the_head(model, x, y):
+        out = model.head(model.features(x))
+        if int(out[:, 0].sum().item() * 1000) % 2:
+            out = F.dropout(out, 0.5)
+        return F.cross_entropy(out + model.middle(F.dropout(x, 0.5))[:, :3], y)
+
+    def buffer_drawn_in_place(model, x, y):
+        with torch.no_grad():
+            model.average.normal_()
+        return model.features(x) + model.average
+
+    # memory
+
+    def activations_written_in_place(model, x, y):
+        h = model.body(x)
+        h[:, 0] += 1.0
+        h /= 2.0
+        return F.relu_(model.middle(F.relu_(h)))
+
+    def written_through_data_and_data_replaced(model, x, y):
+        h, k = model.features(x) * 1, model.middle(x) * 1
+        h.data.mul_(0.5)
+        k.data = k.data * 2
+        return torch.sin(h) + torch.sin(k)
+
+    def batch_written_in_place(model, x, y):
+        h = model.features(x.clone())
+        x.mul_(0.9)
+        return h + torch.sin(x)
+
+    def batch_written_after_its_view(model, x, y):
+        view, h = x[:, 1:], model.features(x.clone())
+        x.data.mul_(0.9)
+        return h + view.sum(1, keepdim=True)
+
+    def memory_written_with_numpy(model, x, y):
+        h = model.features(x)
+        h.detach().numpy()[0] *= model.calls
+        return torch.sin(torch.tanh(h.detach())) + h
+
+    def numpy_array_made_outside(model, x, y):
+        array = GLOBAL.setdefault("array", np.ones(6))
+        weights = torch.from_numpy(array)
+        h = torch.tanh(model.body(x) * weights)
+        array *= 0.9
+        return torch.sin(h) * weights
+
+    def filled_outside_of_torch(model, x, y):
+        h = model.features(x)
+        out = torch.empty_like(h)
+        with torch._C.DisableTorchFunction():
+            out.numpy()[:] = h.detach().numpy() * model.calls
+        return h + torch.sin(out)
+
+    def storage_exchanged(model, x, y):
+        h = model.features(x).detach()
+        torch.empty(0, dtype=h.dtype).set_(h).mul_(2.0)
+        return model.middle(h)
+
+    def result_written_to_out(model, x, y):
+        with torch.no_grad():
+            out = torch.empty(8, 6, dtype=x.dtype)
+            torch.mul(model.key(x), 2.0, out=out)
+            torch.add(out[0], 1, out=model.average)
+        return model.features(x) + out * model.average
+
+    def output_overwritten_in_one_branch(model, x, y):
+        with torch.no_grad():
+            clean = torch.tanh(model.middle(x))
+        out = model.head(model.features(x))
+        if int(out[:, 0].sum().item() * 1000) % 2:
+            clean.mul_(2.0)
+        return F.cross_entropy(out + clean[:, :3], y)
+
+    def negative_zero(model, x, y):
+        sign = torch.tensor(-0.0 if model.calls % 2 else 0.0, dtype=x.dtype)
+        return model.features(x) + torch.copysign(torch.ones_like(sign), sign)
+
+    def complex_numbers(model, x, y):
+        z = torch.complex(model.body(x), torch.tanh(model.middle(x)))
+        return (z * z.conj()).real + torch.fft.fft(z).conj().imag + z.conj().imag.neg()
+
+    def sparse_matrix(model, x, y):
+        places = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+        neighbors = torch.sparse_coo_tensor(places, torch.ones(4, dtype=x.dtype), (8, 8)).coalesce()
+        return torch.sparse.mm(neighbors, model.features(x))
+
+    def inference_mode_inside(model, x, y):
+        h = model.features(x)
+        with torch.inference_mode():
+            extra = torch.tanh(model.middle(x))
+        return h + extra.clone()
+
+    # buffers and weights
+
+    def batch_norm_statistics_listed(model, x, y):
+        h = model.norm(model.body(x))
+        GLOBAL.setdefault("means", []).append(model.norm.running_mean.tolist())
+        return h
+
+    def trained_and_evaluated(model, x, y):
+        loss = model.loss(model.norm(model.body(x)), y)
+        model.eval()
+        loss = loss + model.loss(model.norm(model.body(x)), y)
+        model.train()
+        return loss
+
+    def own_statistic(model, x, y):
+        h = model.features(x)
+        with torch.no_grad():
+            model.average.mul_(0.7).add_(0.3 * (h + 1).mean(0))
+        return h - model.average
+
+    def buffers_replaced_and_swapped(model, x, y):
+        h = model.features(x)
+        model.average, model.start = model.start, 0.9 * model.average + 0.1 * h.detach().mean(0)
+        return h * model.average + model.start
+
+    def momentum_encoder_assigned_and_updated_through_data(model, x, y):
+        h, slow, fast = model.features(x), model.key, model.body
+        slow.weight.data = slow.weight.data * 0.9 + fast.weight.data * 0.1
+        slow.bias.data.mul_(0.9).add_(fast.bias.data, alpha=0.1)
+        return h + torch.tanh(slow(x))
+
+    def weight_clamped_through_data(model, x, y):
+        model.body.weight.data.clamp_(-0.2, 0.2).mul_(0.99)
+        return model.features(x)
+
+    def view_of_perturbed_weight_kept(model, x, y):
+        view = model.head.weight[:, :3]
+        return model.loss(model.features(x), y) + view.square().mean()
+
+    # autograd
+
+    def requires_grad_changes(model, x, y):
+        model.middle.weight.requires_grad_(model.calls % 2 == 0)
+        return model.middle(model.features(x))
+
+    def gradient_mode_changes(model, x, y):
+        with torch.set_grad_enabled(model.calls % 2 == 0):
+            extra = torch.tanh(model.middle(x))
+        return model.features(x) + extra
+
+    def backward_writes_activations_with_numpy(model, x, y):
+        h = model.features(x)
+        gradient = torch.autograd.grad(
+            KeepsInContext.apply(h, "input with numpy").sum(), model.body.bias, retain_graph=True
+        )[0]
+        return torch.sin(h.detach()) + gradient
+
+    def hooks_on_activations_and_nodes(model, x, y):
+        h = model.body(x)
+        h.register_hook(lambda gradient: gradient * 0.5)
+        h.grad_fn.register_hook(lambda inputs, outputs: tuple(None if g is None else g * 0.5 for g in inputs))
+        node = model.middle.bias.view_as(model.middle.bias).grad_fn.next_functions[0][0]
+        GLOBAL["hook"] = node.register_hook(lambda *_: None) and None
+        return model.middle(torch.tanh(h))
+
+    def output_detached_in_place(model, x, y):
+        h = model.features(x)
+        kept = h * 2
+        kept.detach_()
+        return h + kept
+
+    def penalty_on_gradients(model, x, y):
+        loss = model.loss(model.body(x), y)
+        gradients = torch.autograd.grad(loss, [model.body.weight, model.head.weight], create_graph=True)
+        return loss + 0.1 * sum(g.pow(2).sum() for g in gradients)
+
+    def inner_gradient_before_the_head(model, x, y):
+        z = model.features(x).detach().requires_grad_()
+        gradient = torch.autograd.grad(torch.tanh(model.middle(z)).pow(2).sum(), z, create_graph=True)[0]
+        return z - 0.1 * gradient
+
+    def backward_in_the_closure(model, x, y):
+        h = model.body(x)
+        h.retain_grad()
+        loss = model.loss(h, y)
+        loss.backward(retain_graph=True)
+        return loss * model.body.weight.grad.norm().detach() * h.grad.norm()
+
+    def saved_tensors_packed_and_on_the_host(model, x, y):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
+            h = torch.sigmoid(model.features(x).exp())
+        with torch.autograd.graph.save_on_cpu():
+            return model.loss(h, y)
+
+    def checkpointed(model, x, y):
+        h = checkpoint(lambda v: F.dropout(model.features(v), 0.2), x, use_reentrant=False)
+        return checkpoint(lambda v: torch.tanh(model.middle(v)), h, use_reentrant=False)
+
+    def selectively_checkpointed(model, x, y):
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return model.middle(
+            checkpoint(lambda v: torch.sin(model.features(v)), x, use_reentrant=False, context_fn=contexts)
+        )
+
+    def autocast(model, x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            h = torch.tanh(F.linear(x.float(), model.body.weight.float()))
+            h = F.linear(h, model.body.weight.float())
+        return h.double() + model.middle(x)
+
+    def forward_mode(model, x, y):
+        h = model.features(x)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            return h + forward_ad.unpack_dual(torch.sin(dual)).tangent
+
+
+PROGRAMS = EXPRESSIONS | {name: program for name, program in vars(Statements).items() if not name.startswith("_")}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -22,27 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsesam.replay import Tape
 from tests import cases
-from tests.test_programs import bits
+from tests.test_programs import KeepsInContext, bits
 
 ROWS, COLUMNS = 4, 6
 KEPT, GENERATOR = [], torch.Generator()
-
-
-class Scaled(torch.autograd.Function):
-    """Keeps an activation in its context, and may write to it in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, kind):
-        ctx.kept, ctx.kind = (x * 2).detach() if kind else x.detach(), kind
-        return torch.exp(-x * x)
-
-    @staticmethod
-    def backward(ctx, g):
-        if ctx.kind == 1:
-            ctx.kept.mul_(0.5)
-        elif ctx.kind == 2:
-            ctx.kept.numpy()[0] *= 2
-        return -ctx.kept * g, None
+KINDS = ("read", "write", "numpy", "free")
 
 
 class State:
@@ -147,7 +131,11 @@ def gradients(s, draw, layer):
     elif kind < 3:
         with torch.enable_grad():
             z = h.detach().requires_grad_()
-            value = torch.tanh(layer(z)).pow(2).sum() if kind == 1 else Scaled.apply(z * 1, draw.randrange(3)).sum()
+            value = (
+                torch.tanh(layer(z)).pow(2).sum()
+                if kind == 1
+                else KeepsInContext.apply(z * 1, draw.choice(KINDS)).sum()
+            )
             s.h = h - 0.1 * torch.autograd.grad(value, z, create_graph=draw.random() < 0.5)[0]
     elif kind == 3:
         s.h = checkpoint(lambda v: F.dropout(torch.tanh(layer(v)), 0.2) * (1 + s.even), h, use_reentrant=False)
@@ -160,7 +148,7 @@ def gradients(s, draw, layer):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
             s.h = torch.sigmoid(torch.tanh(layer(h)).exp() * h)
     else:
-        s.h = Scaled.apply(h, draw.randrange(3))
+        s.h = KeepsInContext.apply(h, draw.choice(KINDS))
 
 
 def containers(s, draw, layer):
@@ -238,21 +226,14 @@ class Program(nn.Module):
         super().__init__()
         draw = random.Random(seed)
         moves = MOVES if draw.random() < 0.5 else [compute, *draw.sample(MOVES, 3)]
-        self.moves = [
-            (draw.choice(moves), draw.randrange(1 << 30), draw.random()) for _ in range(draw.randrange(2, 12))
-        ]
+        drawn = range(draw.randrange(2, 12))
+        self.moves = [(draw.choice(moves), draw.randrange(1 << 30), draw.random()) for _ in drawn]
         self.layers = nn.ModuleList(nn.Linear(COLUMNS, COLUMNS) for _ in self.moves)
-        self.norms = nn.ModuleList(
-            [nn.BatchNorm1d(COLUMNS), nn.BatchNorm1d(COLUMNS, momentum=None), nn.BatchNorm1d(COLUMNS)]
-        )
+        self.norms = nn.ModuleList(nn.BatchNorm1d(COLUMNS, momentum=momentum) for momentum in (0.1, None, 0.1))
         self.register_buffer("buffer", torch.randn(ROWS, COLUMNS) * 0.1)
         self.register_buffer("other", torch.randn(ROWS, COLUMNS) * 0.1)
-        self.cut, self.early, self.head = (
-            draw.randrange(len(self.moves) + 1),
-            nn.Linear(COLUMNS, COLUMNS),
-            nn.Linear(COLUMNS, 3),
-        )
-        self.calls, self.last = 0, 0.0
+        self.cut, self.calls, self.last = draw.randrange(len(self.moves) + 1), 0, 0.0
+        self.early, self.head = nn.Linear(COLUMNS, COLUMNS), nn.Linear(COLUMNS, 3)
 
     def forward(self, x):
         self.calls += 1
@@ -348,22 +329,12 @@ def are_close(found, wanted):
     return np.allclose(np.frombuffer(found[2]), np.frombuffer(wanted[2]), rtol=1e-11, atol=1e-13, equal_nan=True)
 
 
-OPTIONS = {"deadline": None, "database": None, "derandomize": True, "phases": [Phase.generate]}
-
-
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=500, suppress_health_check=list(HealthCheck), **OPTIONS)
-@given(st.integers(0, 2**40))
-def test_random_program_equals_two_plain_passes(seed):
-    check(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@settings(max_examples=20_000, suppress_health_check=list(HealthCheck), **OPTIONS)
-@given(st.integers(2**41, 2**60))
-def test_many_random_programs_equal_two_plain_passes(seed):
-    check(seed)
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_random_programs_equal_two_plain_passes(count):
+    options = {"deadline": None, "database": None, "derandomize": True, "phases": [Phase.generate]}
+    seeds = st.integers(0, 2**40) if count == 500 else st.integers(2**41, 2**60)
+    settings(max_examples=count, suppress_health_check=list(HealthCheck), **options)(given(seeds)(check))()
 
 
 @pytest.mark.filterwarnings("ignore")

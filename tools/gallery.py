@@ -7,7 +7,6 @@ Runs and measurements are kept in build/gallery and not repeated. Each image is 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -23,7 +22,7 @@ from sparsesam.lab.display import assign_styles, write_plot
 from sparsesam.lab.inspection import ANALYSES, LabeledResult
 
 ROOT = Path(__file__).parents[1]
-PAGE, PICTURES = ROOT / "docs" / "analyze.md", ROOT / "docs" / "gallery"
+PAGE, PICTURES, WORK = ROOT / "docs" / "analyze.md", ROOT / "docs" / "gallery", ROOT / "build" / "gallery"
 WIDTH, COLORS = 1400, 256  # of a picture, so that all of them take less than 300 KB
 #: By the name of a result's file: the figure that is shown, and its panel, None for all.
 SHOWN: dict[str, tuple[str, str | None]] = {
@@ -40,11 +39,8 @@ SHOWN: dict[str, tuple[str, str | None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "gallery")
-    work = parser.parse_args().work
-    work.mkdir(parents=True, exist_ok=True)
-    os.chdir(work)
+    WORK.mkdir(parents=True, exist_ok=True)
+    os.chdir(WORK)
     for command in commands():
         run(command)
     for name in SHOWN:
@@ -73,8 +69,8 @@ def draw(name: str, file: Path) -> None:
     results = []
     for (run, content), style in zip(found.items(), assign_styles(list(found)), strict=True):
         results.append(LabeledResult(run.upper(), kind.result_type.from_dict(content["result"]), style))
-    figure_name, panel = SHOWN[name]
-    (figure,) = [figure for figure in kind.figures(name, results) if figure.name == figure_name]
+    shown, panel = SHOWN[name]
+    (figure,) = [figure for figure in kind.figures(name, results) if figure.name == shown]
     if panel is not None:
         figure = dataclasses.replace(figure, panels={"": figure.panels[panel]})
     write_plot([figure], file)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+DIST = ROOT / "dist"
 SMOKE = """
 import sys, torch, sparsesam
 assert sparsesam.__file__.startswith(sys.prefix), sparsesam.__file__
@@ -41,49 +42,38 @@ print("sparsesam", sparsesam.__version__, "works with torch", torch.__version__)
 FROM_SDIST = ["tests/docs/test_code_blocks.py", "tests/test_foundation.py", "tests/test_compat.py"]
 
 
-def main() -> int:
+def main() -> None:
     os.environ.pop("PYTHONPATH", None)
-    dist = ROOT / "dist"
-    # Fixed times in the archives: the same source gives the same bytes.
-    os.environ.setdefault("SOURCE_DATE_EPOCH", "1577836800")
-    subprocess.run([sys.executable, "-m", "build", "--outdir", str(dist), str(ROOT)], check=True)
-    with tempfile.TemporaryDirectory() as place:
-        check_reproducible(dist, Path(place) / "again")
-        for artifact in (newest(dist, "*.whl"), newest(dist, "*.tar.gz")):
-            environment = Path(place) / artifact.name
+    os.environ.setdefault("SOURCE_DATE_EPOCH", "1577836800")  # times in the archives: the same source, the same bytes
+    shutil.rmtree(DIST, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        for out in (DIST, place / "again"):
+            subprocess.run([sys.executable, "-m", "build", "--outdir", out, ROOT], check=True)
+        for artifact in sorted(DIST.iterdir()):
+            first, second = (hashlib.sha256((out / artifact.name).read_bytes()) for out in (DIST, place / "again"))
+            if first.digest() != second.digest():
+                raise SystemExit(f"{artifact.name} is not reproducible")
+            print(f"{artifact.name}: SHA-256 {first.hexdigest()} in two builds")
+            environment = place / artifact.name
             python = make_environment(environment)
-            subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(artifact)], check=True)
+            subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", artifact], check=True)
             subprocess.run([python, "-c", SMOKE], check=True, cwd=place)
-            subprocess.run([str(environment / "bin" / "sparsesam"), "--version"], check=True, cwd=place)
-        with tarfile.open(newest(dist, "*.tar.gz")) as archive:
-            archive.extractall(place, filter="data")
-        (source,) = Path(place).glob("sparsesam-*/pyproject.toml")
-        there = {**os.environ, "PYTHONPATH": str(source.parent / "src")}
-        subprocess.run([sys.executable, "-m", "pytest", "-q", *FROM_SDIST], check=True, cwd=source.parent, env=there)
-    return 0
+            subprocess.run([environment / "bin" / "sparsesam", "--version"], check=True, cwd=place)
+        (archive,) = DIST.glob("*.tar.gz")
+        shutil.unpack_archive(archive, place, filter="data")
+        source = place / archive.name.removesuffix(".tar.gz")
+        there = {**os.environ, "PYTHONPATH": str(source / "src")}
+        subprocess.run([sys.executable, "-m", "pytest", "-q", *FROM_SDIST], check=True, cwd=source, env=there)
 
 
-def check_reproducible(dist: Path, again: Path) -> None:
-    """Build a second time; both archives must have the same bytes."""
-    subprocess.run([sys.executable, "-m", "build", "--outdir", str(again), str(ROOT)], check=True)
-    for file in again.iterdir():
-        sums = [hashlib.sha256((folder / file.name).read_bytes()).hexdigest() for folder in (dist, again)]
-        if sums[0] != sums[1]:
-            raise SystemExit(f"{file.name} is not reproducible: SHA-256 {sums[0]}, then {sums[1]}")
-        print(f"{file.name}: SHA-256 {sums[0]} in two builds")
-
-
-def newest(folder: Path, pattern: str) -> Path:
-    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
-
-
-def make_environment(path: Path) -> str:
+def make_environment(path: Path) -> Path:
     """Create a fresh environment that also sees the packages of the current one, with lower priority."""
     venv.create(path, with_pip=True)
     (site,) = path.glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return str(path / "bin" / "python")
+    return path / "bin" / "python"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

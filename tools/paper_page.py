@@ -32,33 +32,24 @@ def page() -> str:
 
 
 def parts() -> dict[str, str]:
-    everything = sorted(
-        (recipe.at("full") for recipe in recipes().values()),
-        key=lambda recipe: (recipe.place.startswith("Figure"), _number(recipe.place)),
-    )
+    by_place = lambda recipe: (recipe.place.startswith("Figure"), _number(recipe.place))  # noqa: E731
+    everything = sorted((recipe.at("full") for recipe in recipes().values()), key=by_place)
     items = [
         (item, f"{what}<br>{command}", f"{file}<br>{_code(test.strip('`').partition('::')[2])}")
         for item, what, command, file, test in _items(everything)
     ]
-    others = ("every other", "its default", settings_of(everything[0])[-1].mark, "all")
-    notes = _notes(everything).items()
-    return {
-        "items": _table(("item", "what, and its command", "file, and its test"), items),
-        "open": "".join(f"- **{_places(places).capitalize()}**: {note}\n" for note, places in notes),
-        "choices": _table(("choice", "here", "where it comes from", "in"), _grouped(everything, settings=False)),
-        "settings": _table(
-            ("setting", "value", "where it comes from", "in"), [*_grouped(everything, settings=True), others]
-        ),
-    }
-
-
-def _notes(everything: Sequence[Recipe]) -> dict[str, list[str]]:
-    """The notes, and the places that have each."""
-    found: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {}
     for recipe in everything:
         for note in recipe.remarks:
-            found.setdefault(note, []).append(recipe.place)
-    return found
+            notes.setdefault(note, []).append(recipe.place)
+    others = ("every other", "its default", settings_of(everything[0])[-1].mark, "all")
+    settings = [*_grouped(everything, settings=True), others]
+    return {
+        "items": _table(("item", "what, and its command", "file, and its test"), items),
+        "open": "".join(f"- **{_places(places).capitalize()}**: {note}\n" for note, places in notes.items()),
+        "choices": _table(("choice", "here", "where it comes from", "in"), _grouped(everything, settings=False)),
+        "settings": _table(("setting", "value", "where it comes from", "in"), settings),
+    }
 
 
 def _items(everything: Sequence[Recipe]) -> list[tuple[str, ...]]:
@@ -66,16 +57,12 @@ def _items(everything: Sequence[Recipe]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         (row["item"], row["what"], _code(row["command"]), _code(row["file"]), _code(row["test"])) for row in content
     ]
+    figures = "lab/paper/figures.py", "test_figures.py::test_each_figure_is_trained_analyzed_and_drawn"
+    tables = "lab/paper/recipes.yaml", "test_recipe.py::test_every_cell_is_valid_run"
     for recipe in everything:
-        is_drawn = recipe.place.startswith("Figure")
-        file = "lab/paper/figures.py" if is_drawn else "lab/paper/recipes.yaml"
-        test = (
-            "tests/lab/paper/test_figures.py::test_each_figure_is_trained_analyzed_and_drawn"
-            if is_drawn
-            else "tests/lab/paper/test_recipe.py::test_every_cell_is_valid_run"
-        )
+        file, test = figures if recipe.place.startswith("Figure") else tables
         command = _code(f"sparsesam paper run {recipe.label}")
-        rows.append((recipe.place, recipe.title, command, _code(file), _code(test)))
+        rows.append((recipe.place, recipe.title, command, _code(file), _code(f"tests/lab/paper/{test}")))
     return rows
 
 
@@ -98,18 +85,13 @@ def _places(places: Sequence[str]) -> str:
     parts = []
     for kind in ("Table", "Figure"):
         numbers = sorted(_number(place) for place in places if place.startswith(kind))
-        if numbers:
-            parts.append(f"{kind.lower()}{'s' if len(numbers) > 1 else ''} {', '.join(_runs(numbers))}")
+        shown: list[str] = []
+        for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+            span = [str(number) for _, number in group]
+            shown += [f"{span[0]} to {span[-1]}"] if len(span) > 2 else span
+        if shown:
+            parts.append(f"{kind.lower()}{'s' if len(numbers) > 1 else ''} {', '.join(shown)}")
     return "; ".join(parts)
-
-
-def _runs(numbers: Sequence[int]) -> list[str]:
-    """Joins three or more consecutive numbers to a range."""
-    shown = []
-    for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        span = [str(number) for _, number in group]
-        shown += [f"{span[0]} to {span[-1]}"] if len(span) > 2 else span
-    return shown
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

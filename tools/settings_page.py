@@ -25,13 +25,8 @@ def page() -> str:
         for setting in dataclasses.fields(kind):
             about = setting.metadata
             if about["group"] is not None:
-                lines += [
-                    "",
-                    f"## {about['group'].capitalize()}",
-                    "",
-                    "| setting | values | meaning |",
-                    "|---|---|---|",
-                ]
+                heading = f"\n## {about['group'].capitalize()}\n\n| setting | values | meaning |\n|---|---|---|"
+                lines.append(heading)
             used = f" *Used with {about['used'].words}.*" if about["used"] else ""
             meaning = f"{about['help']}{default_text(setting.default)}{used}".replace("|", "\\|")
             values = metavar("--", types[setting.name]).strip("{}").replace(",", ", ").replace("|", " or ")

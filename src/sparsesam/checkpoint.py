@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import ChainMap, UserDict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -126,15 +127,18 @@ class OwnState:
 
     def refresh(self, context: ScoreContext) -> None:
         """Make new masks. Kept entries follow them, with zeros where only the new one keeps."""
-        old = self.masks.masks or {}
-        self.masks.refresh(context)
-        new = self.masks.masks or {}
-        for kind in self.tensors.keys() - self.whole:
-            self.tensors[kind] = {
+        masks, old = copy(self.masks), self.masks.masks or {}
+        masks.refresh(context)
+        new = masks.masks or {}
+        moved = {
+            kind: {
                 name: kept_entries(put_entries(torch.zeros_like(w), old.get(name), entries), new.get(name)).clone()
                 for name, entries in self.tensors[kind].items()
                 if (w := context.local.get(name)) is not None  # otherwise it is not perturbed any more
             }
+            for kind in self.tensors.keys() - self.whole
+        }
+        self.masks, self.tensors = masks, self.tensors | moved  # at once: Ctrl-C leaves both as they were, or both new
 
     def state_dict(
         self, parameters: Mapping[str, Tensor], trained: Mapping[str, Tensor]

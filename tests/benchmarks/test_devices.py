@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from benchmarks.cases import Case
-from benchmarks.devices import NM_CASES, beyond_passes, masks, nm_case
+from benchmarks.devices import MASKS, NM_CASES, beyond_passes, nm_case
 from tests.cases import same_bits, weights_of
 from torch import nn
 
@@ -18,7 +18,7 @@ def case(wrap, precision=None):
 
 
 def test_launches_exclude_those_of_passes():
-    cases = {name: case(wrap) for name, wrap in masks().items()}
+    cases = {name: case(wrap) for name, wrap in MASKS.items()}
     for each in cases.values():
         each()
     counted = {name: beyond_passes(each) for name, each in cases.items()}
@@ -30,7 +30,7 @@ def test_launches_exclude_those_of_passes():
 
 
 def test_mixed_precision_takes_steps():
-    for wrap in masks().values():
+    for wrap in MASKS.values():
         each = case(wrap, torch.bfloat16)
         before = weights_of(each.model)
         each()

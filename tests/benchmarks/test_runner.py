@@ -1,5 +1,6 @@
 """Every benchmark runs with --quick; the figures are not looked at."""
 
+import dataclasses
 import re
 
 import pytest
@@ -8,11 +9,7 @@ from benchmarks.runner import BENCHMARKS, Session
 
 from benchmarks import __main__ as runner
 
-NEEDS = {
-    "hessian": ["curvlinops", "scipy"],
-    "steps": ["pytorch_optimizer"],
-    "methods": ["pytorch_optimizer"],
-}
+NEEDS = {"hessian": ("curvlinops", "scipy"), "steps": ("pytorch_optimizer",), "methods": ("pytorch_optimizer",)}
 SLOW = ("compiled", "ddp", "report", "sweep")  # start processes, or compile
 
 
@@ -20,7 +17,7 @@ SLOW = ("compiled", "ddp", "report", "sweep")  # start processes, or compile
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in BENCHMARKS]
 )
 def test_every_benchmark_runs(name, capfd):
-    for package in NEEDS.get(name, []):
+    for package in NEEDS.get(name, ()):
         pytest.importorskip(package)
     threads = torch.get_num_threads()
     runner.main([name, "--quick"])
@@ -35,17 +32,16 @@ def test_list_names_every_benchmark_and_its_question(capsys):
     runner.main([])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(BENCHMARKS)
-    assert all(
-        found.question and found.question in line for line, found in zip(lines, BENCHMARKS.values(), strict=True)
-    )
+    for line, found in zip(lines, BENCHMARKS.values(), strict=True):
+        assert found.question
+        assert found.question in line
 
 
 def test_options_reach_the_benchmarks_that_have_them(monkeypatch, capsys):
     seen = {}
     for name in ("budget", "tiny"):
-        found = BENCHMARKS[name]
-        changed = {"function": lambda session, name=name, **own: seen.update({name: (session, own)})}
-        monkeypatch.setitem(BENCHMARKS, name, type(found)(**{**vars(found), **changed}))
+        record = lambda session, name=name, **own: seen.update({name: (session, own)})  # noqa: E731
+        monkeypatch.setitem(BENCHMARKS, name, dataclasses.replace(BENCHMARKS[name], function=record))
     runner.main(["budget", "tiny", "--rounds", "3", "--batch", "8", "--budgets", "1.1", "1.2"])
     session, own = seen["budget"]
     assert (session, own["batch"], own["budgets"]) == (Session(rounds=3), 8, [1.1, 1.2])
@@ -57,7 +53,7 @@ def test_options_reach_the_benchmarks_that_have_them(monkeypatch, capsys):
     [
         (["nothing"], "NAME must be one of .*, got 'nothing'"),
         (["--quick"], "name a benchmark before the options"),
-        (["predict", "--rounds", "3"], "unrecognized arguments: --rounds 3"),
+        (["sweep", "--rounds", "3"], "unrecognized arguments: --rounds 3"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, capsys):

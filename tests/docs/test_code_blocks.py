@@ -1,7 +1,9 @@
-"""Every code block of the documentation runs, page by page, from top to bottom."""
+"""Every code block of the documentation runs, page by page, from top to bottom; and every example of a docstring."""
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import json
 import logging
 import re
@@ -10,6 +12,7 @@ import shlex
 import pytest
 import yaml
 
+import sparsesam
 from sparsesam.lab.commands import COMMANDS, find
 from sparsesam.lab.commands.parser import Parser
 from tests.docs import pages
@@ -82,3 +85,11 @@ def test_make_targets_exist(page):
     text = (pages.ROOT / page).read_text()
     targets = set(re.findall(r"^([a-z]+):", (pages.ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert set(re.findall(r"(?:`|^    )make ([a-z]+)", text, flags=re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("name", sorted(set(sparsesam.__all__) - {"NORMALIZATION"}))
+def test_public_name_has_docstring_whose_examples_run(name, tmp_path):
+    text = inspect.getdoc(getattr(sparsesam, name))
+    assert text, f"{name} has no docstring"
+    example = doctest.DocTestParser().get_doctest(text, usual(tmp_path), name, None, None)
+    assert doctest.DocTestRunner().run(example).failed == 0

@@ -12,9 +12,9 @@ PARTS = {
     "damage": lambda folder, options: damage.survive(folder, 2100, options.seed),
     "crash": lambda folder, options: crash.survive(folder, 200, options.seed, rounds_of_two=8),
     "fuzz": lambda folder, options: fuzz.survive(folder, 100_000, options.seed),
-    "numerics": lambda folder, options: numerics.survive(folder, 20_000, options.seed),
-    "optimizers": lambda folder, options: optimizers.survive(folder, 200, options.seed),
-    "soak": lambda folder, options: soak.survive(folder, options.minutes, families=options.family),
+    "numerics": lambda folder, options: numerics.survive(20_000, options.seed),
+    "optimizers": lambda folder, options: optimizers.survive(200, options.seed),
+    "soak": lambda folder, options: soak.survive(options.minutes, options.family),
 }
 
 

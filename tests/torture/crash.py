@@ -38,18 +38,19 @@ from sparsesam.lab.experiment.result import read_epochs
 from tests.lab.experiment.runs import SHORT, same, state
 from tests.lab.inspection.networks import normalized
 
+
+class UserError(Exception):
+    pass
+
+
 SETTINGS = {"optimizer": "ssam-d", "mask_steps": 3, "model": "tests.torture.crash:network"}
 STEP = ("in the data loader", "in a forward", "in a backward", "before an update")
 FILES = ("before a file is replaced", "after a file is replaced", "within a checkpoint", "after a record")
 MOMENT, SIZE = "at a random moment", "at a random size"
 ENDS = {0: "finished", 3: "stopped and saved", 4: "named the lost rank", 5: "error of user code", 6: "disk full"}
-LIMIT = 360.0  # seconds
-LIMIT_OF_SURVIVORS = 5.0
+CODES = {(Interrupted, KeyboardInterrupt): 3, LostRankError: 4, UserError: 5, (CheckpointError, OSError): 6}
+LIMIT, LIMIT_OF_SURVIVORS = 360.0, 20.0  # seconds
 NOT_MET = "waited for it until torchrun would end it: they had not met"
-
-
-class UserError(Exception):
-    pass
 
 
 class Fault(NamedTuple):
@@ -117,78 +118,60 @@ def watch_places(met: Path) -> None:
     watch(run_module, "make_training", before=met.touch)  # the first call after two ranks have met
 
 
-def start(out: Path, fault: Fault | None = None, *, resume: bool = False, ranks: int = 1, **variables: str) -> int:
-    """Start a run in a fork of this process and return its id; its exit code says how it ended."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 99
-    try:
-        os.environ.update(variables)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
-        sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        if fault is not None and fault.place == SIZE:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (int(fault.number), int(fault.number)))
-        _faults.extend([fault] if fault is not None else [])
-        watch_places(out.with_name("met"))
-        place = RunEnvironment(
-            out=out, resume=resume, logger="none", threads=1, checkpoint_steps=2, devices=ranks, accelerator="cpu"
-        )
-        run_module.run_training(replace(SHORT, **SETTINGS), place)
-        if variables.get("RANK", "0") == "0":
-            out.with_name("reached").write_text(json.dumps(_reached))
-        code = 0
-    except (Interrupted, KeyboardInterrupt):
-        code = 3
-    except LostRankError:
-        code = 4
-    except UserError:
-        code = 5
-    except (CheckpointError, OSError):
-        code = 6
-    except BaseException:
-        out.with_name("error").write_text(traceback.format_exc())
-    finally:
-        os._exit(code)
-
-
-def start_ranks(out: Path, victim: int = 0, fault: Fault | None = None, *, resume: bool = False) -> list[int]:
-    """Start two ranks, one of them with a fault."""
+def start(out: Path, ranks: int, fault: Fault | None = None, victim: int = 0, *, resume: bool = False) -> list[int]:
+    """Start a run in a fork of this process for each rank; their exit codes say how they end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     both |= {"TORCHELASTIC_RUN_ID": "a", "GROUP_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    faults = [fault if rank == victim else None for rank in range(2)]
-    return [
-        start(out, fault, resume=resume, ranks=2, RANK=str(rank), LOCAL_RANK=str(rank), **both)
-        for rank, fault in enumerate(faults)
-    ]
+    pids = []
+    for rank in range(ranks):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            if ranks == 2:
+                os.environ.update(both, RANK=str(rank), LOCAL_RANK=str(rank))
+            code = 99
+            try:
+                run(out, ranks, fault if rank == victim else None, resume=resume)
+                code = 0
+            except BaseException as error:
+                code = next((code for kinds, code in CODES.items() if isinstance(error, kinds)), 99)
+                if code == 99:
+                    out.with_name("error").write_text(traceback.format_exc())
+            finally:
+                os._exit(code)
+    return pids
+
+
+def run(out: Path, ranks: int, fault: Fault | None, *, resume: bool) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
+    sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if fault is not None:
+        _faults.append(fault)
+        if fault.place == SIZE:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(fault.number), int(fault.number)))
+    watch_places(out.with_name("met"))
+    place = RunEnvironment(
+        out=out, resume=resume, logger="none", threads=1, checkpoint_steps=2, devices=ranks, accelerator="cpu"
+    )
+    run_module.run_training(replace(SHORT, **SETTINGS), place)
+    if os.environ.get("RANK", "0") == "0":
+        out.with_name("reached").write_text(json.dumps(_reached))
 
 
 def end_of(pid: int, limit: float = LIMIT) -> str:
-    """Wait for a process and say how it ended; the time in which it waits for a processor does not count."""
-    start, waited = time.monotonic(), [0.0, 0.0]
-    while True:
+    """Wait for a process and say how it ended."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
             return ENDS.get(code, f"signal {-code}" if code < 0 else f"exit code {code}")
-        waited = [waited[0] or waiting_time(pid), max(waited[1], waiting_time(pid))]
-        if time.monotonic() - start > limit + waited[1] - waited[0]:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return "ended by the launcher"
         time.sleep(0.01)
-
-
-def waiting_time(pid: int) -> float:
-    """Seconds for which the threads of a process were ready to run, and others ran."""
-    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    try:
-        return sum(int(file.read_text().split()[1]) for file in files) / 1e9
-    except OSError:  # a thread ended
-        return 0.0
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "ended by the launcher"
 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
@@ -242,20 +225,16 @@ class Matrix:
         """How the process with the fault ended, and the other one."""
         met = self.out.with_name("met")
         met.unlink(missing_ok=True)
-        victim = self.rng.randrange(2) if self.ranks == 2 and fault.place in (*STEP, MOMENT) else 0
-        pids = [start(self.out, fault)] if self.ranks == 1 else start_ranks(self.out, victim, fault)
+        victim = self.rng.randrange(self.ranks) if fault.place in (*STEP, MOMENT) else 0
+        pids = start(self.out, self.ranks, fault, victim)
         if fault.place == MOMENT:
             time.sleep(fault.number)
             os.kill(pids[victim], signal.Signals[fault.kind])
-        ends = [end_of(pids[victim])]
-        if self.ranks == 2:
-            end = end_of(pids[1 - victim], LIMIT_OF_SURVIVORS)
-            ends.append(NOT_MET if end == "ended by the launcher" and not met.exists() else end)
-        return ends
+        ends = [end_of(pids.pop(victim)), *(end_of(other, LIMIT_OF_SURVIVORS) for other in pids)]
+        return [NOT_MET if end == "ended by the launcher" and not met.exists() else end for end in ends]
 
     def finish(self, *, resume: bool) -> list[str]:
-        pids = [start(self.out, resume=resume)] if self.ranks == 1 else start_ranks(self.out, resume=resume)
-        return [end_of(pid) for pid in pids]
+        return [end_of(pid) for pid in start(self.out, self.ranks, resume=resume)]
 
     def outcome(self):
         names = ("epoch", "train_loss", "test_accuracy", "forward_backwards")

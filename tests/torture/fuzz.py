@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +43,15 @@ from tests.lab.data.files import idx
 REFUSALS = (ValueError, RunError, OSError)
 SECONDS = 20
 EXECUTING = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "webbrowser.open")
-_executed: list[str] = []
-_watching = [False]
+
+
+class Hangs(BaseException):
+    pass
 
 
 class Malicious:
     def __reduce__(self):
         return os.system, ("echo this must never run",)
-
-
-def _watch(event: str, arguments: object) -> None:
-    if _watching[0] and event in EXECUTING:
-        _executed.append(event)
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -106,23 +104,47 @@ def text(content: object, rng: random.Random) -> bytes:
 Target = Callable[[Path, random.Random], object]
 
 
-def sweep_file(folder: Path, rng: random.Random) -> object:
+def of_text(name: str, draw: Callable[[random.Random], object], reader: Callable[[Path], object]) -> Target:
+    """A file of YAML or JSON, sometimes damaged."""
+
+    def target(folder: Path, rng: random.Random) -> object:
+        (folder / name).write_bytes(text(draw(rng), rng))
+        return reader(folder / name)
+
+    return target
+
+
+def of_bytes(name: str, contents: list[bytes], *readers: Callable[[Path], object]) -> Target:
+    """A file with one of these contents, damaged."""
+
+    def target(folder: Path, rng: random.Random) -> object:
+        (folder / name).write_bytes(mutated(rng.choice(contents), rng))
+        return rng.choice(readers)(folder / name)
+
+    return target
+
+
+def written(write: Callable[[io.BytesIO], object]) -> bytes:
+    stream = io.BytesIO()
+    write(stream)
+    return stream.getvalue()
+
+
+def drawn_sweep(rng: random.Random) -> object:
     base: dict[Any, Any] = {"title": "a", "settings": {"epochs": 3}, "variants": {"A": {"optimizer": "sam"}}}
     base |= {"grid": {"rho": [0.1, 0.2]}, "seeds": 2}
     for _ in range(rng.randrange(3)):
         base[rng.choice([*base, "other", 1])] = value(rng)
-    (folder / "sweep.yaml").write_bytes(text(base, rng))
-    return read_sweep(folder / "sweep.yaml", overrides={}, seeds=None)
+    return base
+
+
+def drawn_calibration(rng: random.Random) -> object:
+    return {"variants": {"a": value(rng)} if rng.random() < 0.5 else value(rng), "provenance": value(rng)}
 
 
 def settings(folder: Path, rng: random.Random) -> object:
     kind = TrainConfig if rng.random() < 0.8 else RunEnvironment
     return from_mapping(kind, {rng.choice((*SETTINGS, *WORDS)): value(rng) for _ in range(rng.randrange(1, 4))})
-
-
-def settings_file(folder: Path, rng: random.Random) -> object:
-    (folder / "settings.yaml").write_bytes(text({rng.choice(SETTINGS): value(rng) for _ in range(3)}, rng))
-    return settings_from(argparse.Namespace(config=[folder / "settings.yaml"]))
 
 
 _PARSER = Parser("sparsesam train", "help")
@@ -152,57 +174,12 @@ def record_files(folder: Path, rng: random.Random) -> object:
     return read_epochs(folder / "records.jsonl")
 
 
-def result_file(folder: Path, rng: random.Random) -> object:
-    (folder / "result.json").write_bytes(text({"result": value(rng), "hash": value(rng)}, rng))
-    return read_result(folder / "result.json", "a")
-
-
 def report(folder: Path, rng: random.Random) -> object:
     run = folder / "run"
     (run / "analyses").mkdir(parents=True, exist_ok=True)
     for name in ("config.yaml", "records.jsonl", "result.json", "failure.json", "analyses/a.json"):
         (run / name).write_bytes(text(value(rng), rng) if rng.random() < 0.7 else rng.randbytes(20))
     return RunRecord(run)
-
-
-def calibration(folder: Path, rng: random.Random) -> object:
-    content = {"variants": {"a": value(rng)} if rng.random() < 0.5 else value(rng), "provenance": value(rng)}
-    (folder / "calibration.json").write_bytes(text(content, rng))
-    return read_calibration(folder)
-
-
-def run_settings(folder: Path, rng: random.Random) -> object:
-    (folder / "config.yaml").write_bytes(text({**asdict(TrainConfig()), "rho": value(rng)}, rng))
-    return RunDirectory(folder).saved_config()
-
-
-def _saved(content: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(content, stream)
-    return stream.getvalue()
-
-
-_WEIGHTS = {"0.weight": torch.arange(12.0).view(3, 4), "0.bias": torch.zeros(3)}
-_CHECKPOINTS = [
-    _saved({"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "run": "a", "model": _WEIGHTS, "epoch": 1}),
-    _saved({"state_dict": _WEIGHTS}),
-    _saved(_WEIGHTS),
-    _saved({"format": checkpoint.FORMAT, "x": Malicious()}),
-    pickle.dumps({"a": Malicious()}),
-]
-
-
-def checkpoint_file(folder: Path, rng: random.Random) -> object:
-    (folder / "best.pt").write_bytes(mutated(rng.choice(_CHECKPOINTS), rng))
-    return checkpoint.load(folder / "best.pt") if rng.random() < 0.5 else checkpoint.read_weights(folder / "best.pt")
-
-
-_SAFETENSORS = save(_WEIGHTS)
-
-
-def safetensors_file(folder: Path, rng: random.Random) -> object:
-    (folder / "a.safetensors").write_bytes(mutated(_SAFETENSORS, rng))
-    return checkpoint.read_weights(folder / "a.safetensors")
 
 
 def mask_file(folder: Path, rng: random.Random) -> object:
@@ -215,37 +192,6 @@ def mask_file(folder: Path, rng: random.Random) -> object:
     return read_mask_file(file)
 
 
-_IDX = idx(np.arange(60, dtype=np.uint8).reshape(3, 4, 5))
-
-
-def idx_file(folder: Path, rng: random.Random) -> object:
-    packed = rng.random() < 0.5
-    content = mutated(gzip.compress(_IDX) if packed else _IDX, rng)
-    (folder / "a").unlink(missing_ok=True)
-    (folder / ("a.gz" if packed else "a")).write_bytes(content)
-    return read_idx(folder / "a", 3)
-
-
-def cifar_file(folder: Path, rng: random.Random) -> object:
-    (folder / "data_batch.bin").write_bytes(mutated(bytes(2 * 3073), rng))
-    return read_cifar([folder / "data_batch.bin"], 2, label_bytes=1)
-
-
-def _image(form: str) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3)).save(stream, form)
-    return stream.getvalue()
-
-
-_IMAGES = {form: _image(form) for form in ("png", "jpeg", "gif", "bmp", "tiff", "webp")}
-
-
-def image_file(folder: Path, rng: random.Random) -> object:
-    form = rng.choice(list(_IMAGES))
-    (folder / f"a.{form}").write_bytes(mutated(_IMAGES[form], rng))
-    return image_folder._decode(str(folder / f"a.{form}"))
-
-
 def paper_recipe(folder: Path, rng: random.Random) -> object:
     known = rng.choice(list(recipes()))
     found = recipe(known if rng.random() < 0.8 else mutated(known.encode(), rng).decode("utf-8", "replace"))
@@ -254,49 +200,75 @@ def paper_recipe(folder: Path, rng: random.Random) -> object:
     return changed.sweep([0])
 
 
-TARGETS: dict[Target, int] = {
-    **dict.fromkeys((sweep_file, settings, settings_file, command_line, override), 8),
-    **dict.fromkeys((record_files, result_file, report, calibration, run_settings), 6),
-    **dict.fromkeys((checkpoint_file, safetensors_file, mask_file), 8),
-    **dict.fromkeys((idx_file, cifar_file, image_file), 8),
-    **dict.fromkeys((paper_recipe,), 2),
+WEIGHTS = {"0.weight": torch.arange(12.0).view(3, 4), "0.bias": torch.zeros(3)}
+CHECKPOINT = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "run": "a", "model": WEIGHTS, "epoch": 1}
+SAVED = (CHECKPOINT, {"state_dict": WEIGHTS}, WEIGHTS, {"format": checkpoint.FORMAT, "x": Malicious()})
+CHECKPOINTS = [*(written(partial(torch.save, content)) for content in SAVED), pickle.dumps({"a": Malicious()})]
+IDX = idx(np.arange(60, dtype=np.uint8).reshape(3, 4, 5))
+PICTURE = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
+IMAGES = [
+    written(lambda stream, kind=kind: PICTURE.save(stream, kind))
+    for kind in ("png", "jpeg", "gif", "bmp", "tiff", "webp")
+]
+TARGETS: dict[str, Target] = {
+    "settings": settings,
+    "command lines": command_line,
+    "overrides": override,
+    "records": record_files,
+    "reports": report,
+    "masks": mask_file,
+    "recipes": paper_recipe,
+    "sweep files": of_text("sweep.yaml", drawn_sweep, lambda file: read_sweep(file, overrides={}, seeds=None)),
+    "settings files": of_text(
+        "settings.yaml",
+        lambda rng: {rng.choice(SETTINGS): value(rng) for _ in range(3)},
+        lambda file: settings_from(argparse.Namespace(config=[file])),
+    ),
+    "results": of_text(
+        "result.json", lambda rng: {"result": value(rng), "hash": value(rng)}, lambda file: read_result(file, "a")
+    ),
+    "calibrations": of_text("calibration.json", drawn_calibration, lambda file: read_calibration(file.parent)),
+    "settings of runs": of_text(
+        "config.yaml",
+        lambda rng: {**asdict(TrainConfig()), "rho": value(rng)},
+        lambda file: RunDirectory(file.parent).saved_config(),
+    ),
+    "checkpoints": of_bytes("best.pt", CHECKPOINTS, checkpoint.load, checkpoint.read_weights),
+    "safetensors": of_bytes("a.safetensors", [save(WEIGHTS)], checkpoint.read_weights),
+    "idx": of_bytes("plain", [IDX], lambda file: read_idx(file, 3)),
+    "packed idx": of_bytes("packed.gz", [gzip.compress(IDX)], lambda file: read_idx(file.with_suffix(""), 3)),
+    "CIFAR": of_bytes("data_batch.bin", [bytes(2 * 3073)], lambda file: read_cifar([file], 2, label_bytes=1)),
+    "images": of_bytes("image", IMAGES, lambda file: image_folder._decode(str(file))),
 }
+WEIGHT_OF = [1 if name == "recipes" else 4 for name in TARGETS]  # which take longest
 
 
 def survive(folder: Path, inputs: int, seed: int = 0) -> Counter[str]:
     """Read ``inputs`` malformed inputs; returns how many of each kind, and how many were refused."""
-    if not _watching[0]:
-        sys.addaudithook(_watch)
-    _watching[0] = True
-    _executed.clear()
-    rng, found = random.Random(seed), Counter[str]()
-    targets, weights = list(TARGETS), list(TARGETS.values())
+    rng, found, executed = random.Random(seed), Counter[str](), []
+    sys.addaudithook(lambda event, _: executed.append(event) if event in EXECUTING else None)
 
     def too_long(*_: object) -> None:
-        raise TimeoutError(f"longer than {SECONDS} s")
+        raise Hangs(f"longer than {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, too_long)
     try:
         for number in range(inputs):
-            target = rng.choices(targets, weights)[0]
-            own = random.Random(f"{seed} {number}")
+            (name,) = rng.choices(list(TARGETS), WEIGHT_OF)
             signal.alarm(SECONDS)
             try:
-                target(folder, own)
-            except TimeoutError as error:
-                raise AssertionError(f"input {number}, seed {seed}: {target.__name__}: {error}") from error
+                TARGETS[name](folder, random.Random(f"{seed} {number}"))
             except REFUSALS as error:
                 found["refused" if str(error) else "refused without a reason"] += 1
             except BaseException as error:
-                message = f"input {number}, seed {seed}: {target.__name__}: {type(error).__name__}: {error}"
+                message = f"input {number}, seed {seed}: {name}: {type(error).__name__}: {error}"
                 raise AssertionError(message) from error
             finally:
                 signal.alarm(0)
-            found[target.__name__] += 1
-            assert not _executed, f"input {number}, seed {seed}: {target.__name__} called {_executed}"
+            found[name] += 1
+            assert not executed, f"input {number}, seed {seed}: {name} called {executed}"
     finally:
         signal.signal(signal.SIGALRM, before)
-        _watching[0] = False
     assert not found["refused without a reason"]
     assert not (folder / "outside").exists()
     return found

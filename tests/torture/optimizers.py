@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,14 +23,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,31 +32,21 @@ from sparsesam.masks.kept_entries import dense_entries
 from tests import cases, oracles
 from tests.test_variants import METHODS as VARIANTS
 from tests.test_variants import extrapolated, method
-from tests.torture.state import hooks_of, modes
 
 LIBRARY = Path(sparsesam.__file__).parent
 TOLERANCES = {torch.float64: {"rtol": 1e-7, "atol": 1e-9}, torch.float32: {"rtol": 1e-3, "atol": 1e-4}}
-
-
-def plain(n, t):
-    n.update(n.gradient(n.w))
-
-
-def sam(n, t):
-    n.update(n.gradient(n.w + n.e(n.gradient(n.w), 0.3)))
-
-
-EXTRAPOLATED = method(sparsesam.ExtrapolatedSAM, 0.015)
-METHODS = VARIANTS | {
-    "SAM": (sam, lambda *given, **options: sparsesam.SAM(*given, 0.3, **options)),
-    "SSAM": (sam, lambda *given, mask, **options: sparsesam.SSAM(*given, 0.3, mask=mask or RULES["random"], **options)),
-    "extrapolation": (extrapolated, lambda *given, norm, **options: EXTRAPOLATED(*given, **options)),
-}
+LARGEST = 0.02  # entry of a clipped gradient
+SCALE = 2.0**10  # of a GradScaler
 RULES = {
     "none": None,
     "random": sparsesam.random_mask(sparsity=0.5, refresh=3),
     "filters": sparsesam.random_mask(sparsity=0.5, pattern="filter"),
     "dynamic": sparsesam.dynamic_mask(sparsity=0.5, refresh=2),
+}
+SSAM, EXTRAPOLATED = method(sparsesam.SSAM, 0.3), method(sparsesam.ExtrapolatedSAM, 0.015)
+METHODS = VARIANTS | {
+    "SSAM": (VARIANTS["SAM"][0], lambda *given, mask, **options: SSAM(*given, mask=mask or RULES["random"], **options)),
+    "extrapolation": (extrapolated, lambda *given, norm, **options: EXTRAPOLATED(*given, **options)),
 }
 #: Where a step fails: in a call of the loss, in a backward, before the update, or at a line of the library.
 FAULTS = st.one_of(
@@ -70,14 +54,30 @@ FAULTS = st.one_of(
     st.just(("update", 1)),
     st.tuples(st.just("line"), st.integers(1, 2200)),
 )
-STEP = {
-    "seed": st.integers(0, 50),
-    "micro_batches": st.integers(1, 2),
-    "clip": st.booleans(),
-    "scaled": st.booleans(),
-    "overflow": st.sampled_from(["", "", "", "first", "last", "both"]),
-    "fault": st.integers(0, 2).flatmap(lambda number: FAULTS if number == 2 else st.none()),
-}
+STEP = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 50),
+        "micro_batches": st.integers(1, 2),
+        "clip": st.booleans(),
+        "scaled": st.booleans(),
+        "overflow": st.sampled_from(["", "", "", "first", "last", "both"]),
+        "fault": st.integers(0, 2).flatmap(lambda number: FAULTS if number == 2 else st.just(("", 0))),
+    }
+)
+
+
+def modes() -> int:
+    """The number of torch's modes that are active: functions, dispatch, saved tensors."""
+    saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() + saved_tensors
+
+
+def hooks_of(model: nn.Module) -> int:
+    """The number of hooks of the modules, and of the parameters and their accumulators."""
+    attributes = [item for module in model.modules() for item in vars(module).items()]
+    of_modules = sum(len(hooks) for name, hooks in attributes if name.endswith("_hooks"))
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    return of_modules + sum(len(getattr(p, name) or ()) for p in model.parameters() for name in names)
 
 
 class Twin(oracles.Naive):
@@ -103,10 +103,9 @@ class Twin(oracles.Naive):
     def kept_by(self, model: nn.Module, opt: sparsesam.SharpnessAware) -> dict[str, torch.Tensor]:
         """What the method keeps for the active parameters, in the words of the equations."""
         found = {}
-        parameters = dict(model.named_parameters())
         for kind, by_name in opt.own.tensors.items():
             if by_name:
-                dense = dense_entries(by_name, opt.own._masks_of(kind), parameters)
+                dense = dense_entries(by_name, opt.own._masks_of(kind), dict(model.named_parameters()))
                 found[kind] = oracles.flat([dense[name].double() for name in self.active])
         if "back" in found:
             found["before"] = self.w + found.pop("back")
@@ -128,11 +127,31 @@ class Twin(oracles.Naive):
         return oracles.flat(found)
 
     def update(self, gradient):
-        super().update(gradient * min(1.0, 0.1 / (float(gradient.norm()) + 1e-6)) if self.clip else gradient)
+        super().update(gradient.clamp(-LARGEST, LARGEST) if self.clip else gradient)
 
 
 class Stop(Exception):
     pass
+
+
+class Losses:
+    """The loss of each micro-batch, which may be infinite in the first or last pass, and may fail."""
+
+    def __init__(self, model, batches, passes, overflow, fault) -> None:
+        self.functions = [partial(self.loss, *batch) for batch in batches]
+        self.model, self.fault, self.counts, each = model, fault, Counter[str](), len(batches)
+        first, last = range(1, each + 1), range((passes - 1) * each + 1, passes * each + 1)
+        self.infinite = {"": [], "first": first, "last": last, "both": [*first, *last]}[overflow]
+
+    def loss(self, x, y):
+        self.reach("loss")
+        value = F.cross_entropy(self.model(x), y)
+        return value * torch.inf if self.counts["loss"] in self.infinite else value
+
+    def reach(self, place):
+        self.counts[place] += 1
+        if self.fault == (place, self.counts[place]):
+            raise Stop
 
 
 class Machine(RuleBasedStateMachine):
@@ -154,57 +173,81 @@ class Machine(RuleBasedStateMachine):
         base = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
         return METHODS[self.method][1](base, self.model, mask=RULES[self.mask], norm=self.norm)
 
+    @property
+    def dtype(self):
+        return next(self.model.parameters()).dtype
+
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    @rule(**STEP)
-    def minimize(self, **options):
-        self.step(lambda functions, scaler: self.opt.minimize(functions, scaler=scaler), **options)
+    @rule(steps=st.lists(STEP, min_size=1, max_size=3))
+    def minimize(self, steps):
+        self.take(steps, lambda functions, scaler: self.opt.minimize(functions, scaler=scaler))
 
-    @rule(**STEP)
-    def step_with_closure(self, **options):
+    @rule(steps=st.lists(STEP, min_size=1, max_size=3))
+    def step_with_closure(self, steps):
         def run(functions, scaler):
             def closure():
                 self.opt.zero_grad()
-                losses = []
-                for function in functions:
-                    losses.append(function())
-                    self.scale(losses[-1], scaler).backward()
-                return sum(losses)
+                return sum(backward(function(), scaler) for function in functions)
 
             self.opt.step(closure, scaler=scaler)
 
-        self.step(run, **options)
+        self.take(steps, run)
 
-    @rule(between=st.booleans(), **STEP)
+    @rule(between=st.booleans(), steps=st.lists(STEP, min_size=1, max_size=3))
     @precondition(lambda self: self.opt.passes() < 3)
-    def step_in_two_phases(self, between, **options):
-        self.step(lambda functions, scaler: self.in_two_phases(functions, scaler, between), **options)
+    def step_in_two_phases(self, between, steps):
+        self.take(steps, lambda functions, scaler: self.in_two_phases(functions, scaler, between))
+
+    def in_two_phases(self, functions, scaler, between):
+        opt = self.opt
+        opt.zero_grad()
+        if opt.needs_first_pass:
+            with opt.first_pass():
+                for function in functions:
+                    backward(function(), scaler, opt.backward)
+        if between:
+            self.evaluate()
+            opt.state_dict()
+        with opt.perturbed():
+            if between:
+                for refused in (opt.step, opt.perturbed().__enter__, lambda: copy.deepcopy(opt)):
+                    with pytest.raises(RuntimeError, match=r"perturbed\(\)"):
+                        refused()
+            for function in functions:
+                backward(function(), scaler)
+        if scaler is None:
+            opt.step()
+        else:
+            scaler.step(opt)
+        opt.zero_grad()
+
+    def take(self, steps, run):
+        for step in steps:
+            self.step(run, **step)
 
     def step(self, run, *, seed, micro_batches, clip, scaled, overflow, fault):
         """Take a step and compare it with the equation."""
         opt, model = self.opt, self.model
-        scaled = scaled and opt.allows_scaler
-        overflow = self.possible(overflow, scaled=scaled)
-        dtype = next(model.parameters()).dtype
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if scaled and opt.allows_scaler else None
+        overflow = self.possible(overflow, scaler)
         kept = [tensor for by_name in opt.own.tensors.values() for tensor in by_name.values()]
         held = [*model.parameters(), *kept, *(m for m in self.momenta() if m is not None)]
-        lowest = min((tensor.dtype for tensor in held), key=lambda kind: -torch.finfo(kind).eps)
-        batches = [cases.vectors(8, dtype, 2 * seed + number) for number in range(micro_batches)]
-        before, steps = copy.deepcopy(list(model.parameters())), opt.steps
-        twin = Twin(model, opt, batches, clip=clip)
+        lowest = max((tensor.dtype for tensor in held), key=lambda kind: torch.finfo(kind).eps)
+        batches = [cases.vectors(8, self.dtype, 2 * seed + number) for number in range(micro_batches)]
+        losses = Losses(model, batches, opt.passes() if opt.needs_first_pass else 1, overflow, fault)
+        before, steps, twin = cases.weights_of(model), opt.steps, Twin(model, opt, batches, clip=clip)
         updated: list[list[torch.Tensor]] = []
-        passes = opt.passes() if opt.needs_first_pass else 1
-        losses = Losses(model, batches, passes, overflow, fault)
-        hooks = [opt.base.register_step_post_hook(lambda *_: updated.append(cases.weights_of(model)))]
+        last = next(p for p in reversed(list(model.parameters())) if p.requires_grad)
+        hooks = [
+            opt.base.register_step_pre_hook(lambda *_: losses.reach("update")),
+            opt.base.register_step_post_hook(lambda *_: updated.append(cases.weights_of(model))),
+            last.register_hook(lambda _: losses.reach("backward")),
+        ]
         if clip:
             parameters = [p for group in opt.param_groups for p in group["params"]]
-            hooks.append(opt.base.register_step_pre_hook(lambda *_: clip_(parameters)))
-        if fault is not None and fault[0] == "update":
-            hooks.append(opt.base.register_step_pre_hook(losses.fail))
-        last = next(p for p in reversed(list(model.parameters())) if p.requires_grad)
-        hooks.append(last.register_hook(losses.in_backward))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
-        at_line = interrupted_at_line(fault[1]) if fault is not None and fault[0] == "line" else nullcontext()
+            hooks.append(opt.base.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(parameters, LARGEST)))
+        at_line = interrupted_at_line(fault[1]) if fault[0] == "line" else nullcontext()
         try:
             with warnings.catch_warnings(action="ignore"), at_line:
                 run(losses.functions, scaler)
@@ -221,25 +264,24 @@ class Machine(RuleBasedStateMachine):
                 hook.remove()
         self.counts["steps"] += 1
         still = overflow in ("last", "both")
-        assert opt.steps == steps + (not (still and scaled))
+        assert opt.steps == steps + (not (still and scaler))
         assert all(bool(p.isfinite().all()) for p in model.parameters())
         for old, new in zip(before, model.parameters(), strict=True):
             assert not (still or not new.requires_grad) or torch.equal(old, new)
         if lowest in TOLERANCES and not still:
             twin.set_masks(opt)
-            (plain if overflow or not self.has_direction(twin) else METHODS[self.method][0])(twin, steps)
+            # LookSAM has no direction after an ascent that failed.
+            lost = self.method == "LookSAM" and opt.steps % 3 != 1 and "v" not in twin.kept
+            equation = METHODS[self.method][0]
+            (plain if overflow or lost else equation)(twin, steps)
             self.compare(twin, TOLERANCES[lowest], kept=not overflow)
 
-    def possible(self, overflow, *, scaled):
+    def possible(self, overflow, scaler):
         """Without a scaler, the base would take a step to infinity if only its own gradient overflowed."""
-        if self.method == "ESAM" or (overflow == "last" and not scaled):  # ESAM may draw no tensor: one pass
+        if self.method == "ESAM" or (overflow == "last" and scaler is None):  # ESAM may draw no tensor: one pass
             return ""
         two = self.opt.needs_first_pass and self.method != "three ascents" and self.mask != "dynamic"
         return overflow if two or overflow == "last" else ""
-
-    def has_direction(self, twin):
-        """LookSAM has none after an ascent that failed."""
-        return self.method != "LookSAM" or self.opt.steps % 3 == 1 or "v" in twin.kept
 
     def compare(self, twin, tolerance, *, kept):
         named = dict(self.model.named_parameters())
@@ -249,40 +291,13 @@ class Machine(RuleBasedStateMachine):
             torch.testing.assert_close(buffer, expected, check_dtype=False, **tolerance)
         for kind, values in twin.kept_by(self.model, self.opt).items() if kept else ():
             expected = twin.kept[kind]
-            if kind not in ("v", "before") and kind not in self.opt.own.whole:
-                expected = expected * twin.mask
             if kind == "before":
                 values, expected = twin.mask * (values - twin.w), twin.mask * (expected - twin.w)
-            if kind == "v":  # its length does not matter, and is that of scaled gradients
+            elif kind == "v":  # its length does not matter, and is that of scaled gradients
                 values, expected = F.normalize(values, dim=0), F.normalize(expected, dim=0)
+            elif kind not in self.opt.own.whole:
+                expected = expected * twin.mask
             torch.testing.assert_close(values, expected, **tolerance)
-
-    @staticmethod
-    def scale(loss, scaler):
-        return loss if scaler is None else scaler.scale(loss)
-
-    def in_two_phases(self, functions, scaler, between):
-        opt = self.opt
-        opt.zero_grad()
-        if opt.needs_first_pass:
-            with opt.first_pass():
-                for function in functions:
-                    opt.backward(self.scale(function(), scaler))
-        if between:
-            self.evaluate()
-            opt.state_dict()
-        with opt.perturbed():
-            if between:
-                for refused in (opt.step, opt.perturbed().__enter__, lambda: copy.deepcopy(opt)):
-                    with pytest.raises(RuntimeError, match=r"perturbed\(\)"):
-                        refused()
-            for function in functions:
-                self.scale(function(), scaler).backward()
-        if scaler is None:
-            opt.step()
-        else:
-            scaler.step(opt)
-        opt.zero_grad()
 
     # ---- between steps -------------------------------------------------------------------------------------------
 
@@ -290,8 +305,7 @@ class Machine(RuleBasedStateMachine):
     @torch.no_grad()
     def evaluate(self):
         self.model.eval()
-        dtype = next(self.model.parameters()).dtype
-        assert self.model(cases.vectors(8, dtype)[0]).isfinite().all()
+        assert self.model(cases.vectors(8, self.dtype)[0]).isfinite().all()
         self.model.train()
 
     @rule()
@@ -299,7 +313,7 @@ class Machine(RuleBasedStateMachine):
     def abandon_step(self):
         before = cases.weights_of(self.model)
         with self.opt.first_pass():
-            self.opt.backward(self.model(cases.vectors(8, before[0].dtype)[0]).sum())
+            self.opt.backward(self.model(cases.vectors(8, self.dtype)[0]).sum())
         self.opt.zero_grad()
         assert cases.same_bits(before, self.model.parameters())
 
@@ -333,19 +347,17 @@ class Machine(RuleBasedStateMachine):
             file = io.BytesIO()
             torch.save(self.opt.state_dict(), file)
             file.seek(0)
-            old, self.opt = self.opt, self.make([{"params": group["params"]} for group in self.opt.param_groups])
+            self.opt = self.make([{"params": group["params"]} for group in self.opt.param_groups])
             self.opt.load_state_dict(torch.load(file, weights_only=True))
-            assert cases.same_bits(before[0], old.model.parameters())
         torch.testing.assert_close(self.state(), before, rtol=0, atol=0)
 
     def state(self):
         """Weights, momentum and counters; what is kept, of the parameters that are trained."""
-        twin = Twin(self.model, self.opt, [], clip=False)
         momenta = zip(self.momenta(), self.model.parameters(), strict=True)
         return (
             cases.weights_of(self.model),
             [None if m is None else m.to(p.dtype) for m, p in momenta],
-            twin.kept,
+            Twin(self.model, self.opt, [], clip=False).kept,
             [self.opt.steps, self.opt.skipped_ascents, self.opt.skipped_steps],
         )
 
@@ -356,58 +368,31 @@ class Machine(RuleBasedStateMachine):
     def nothing_is_left_behind(self):
         if hasattr(self, "opt"):
             assert not self.opt.is_perturbed
-            assert modes() == 0
-            assert hooks_of(self.model) == 0
+            assert modes() == hooks_of(self.model) == 0
 
 
-def clip_(parameters):
-    nn.utils.clip_grad_norm_(parameters, 0.1)
+def plain(n, t):
+    """The base optimizer's step."""
+    n.update(n.gradient(n.w))
 
 
-class Losses:
-    """The loss of each micro-batch, which may be infinite in a pass, and may fail."""
-
-    def __init__(self, model, batches, passes, overflow, fault) -> None:
-        self.functions = [lambda batch=batch: self.loss(batch) for batch in batches]
-        self.model, self.overflow, self.fault = model, overflow, fault
-        self.counts = Counter[str]()
-        self.calls = passes * len(batches)
-
-    def loss(self, batch):
-        self.reach("loss")
-        value = F.cross_entropy(self.model(batch[0]), batch[1])
-        number, each = self.counts["loss"], len(self.functions)
-        is_first, is_last = number <= each, number > self.calls - each
-        is_infinite = (is_first and self.overflow in ("first", "both")) or (
-            is_last and self.overflow in ("last", "both")
-        )
-        return value * torch.inf if is_infinite else value
-
-    def in_backward(self, gradient):
-        self.reach("backward")
-
-    def reach(self, place):
-        self.counts[place] += 1
-        if self.fault == (place, self.counts[place]):
-            raise Stop
-
-    def fail(self, *_):
-        raise Stop
-
-
-def is_with_line(frame) -> bool:
-    """It is reached again before ``__exit__``, where a tracer could raise, but Python delivers no signal."""
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+def backward(loss, scaler, how=torch.Tensor.backward):
+    how(loss if scaler is None else scaler.scale(loss))
+    return loss
 
 
 @contextmanager
 def interrupted_at_line(number: int, files=None):
-    """Raise KeyboardInterrupt at the n-th line of the library, or of these files, that is executed."""
+    """Raise KeyboardInterrupt at the n-th line of the library, or of these files, that is executed.
+
+    A line with ``with`` is reached again before ``__exit__``: a tracer could raise there, Python delivers no signal.
+    """
     count = 0
 
     def at_line(frame, event, _):
         nonlocal count
-        if event == "line" and not is_with_line(frame):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not line.lstrip().startswith("with "):
             count += 1
             if count == number:
                 raise KeyboardInterrupt
@@ -425,7 +410,7 @@ def interrupted_at_line(number: int, files=None):
         sys.settrace(before)
 
 
-def survive(folder: Path | None, sequences: int, seed: int = 0, methods: list[str] | None = None) -> Counter[str]:
+def survive(sequences: int, seed: int = 0, methods: list[str] | None = None) -> Counter[str]:
     """Run so many sequences of each method; returns how many sequences, steps and interrupted steps there were."""
     Machine.counts.clear()
     settings = hypothesis.settings(
@@ -438,5 +423,5 @@ def survive(folder: Path | None, sequences: int, seed: int = 0, methods: list[st
     )
     for name in methods or METHODS:
         machine = hypothesis.seed(seed)(type(name, (Machine,), {"method": name}))
-        run_state_machine_as_test(machine, settings=settings)
+        hypothesis.stateful.run_state_machine_as_test(machine, settings=settings)
     return Machine.counts.copy()

@@ -16,6 +16,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,33 +27,27 @@ from torch.utils.data import TensorDataset
 
 import sparsesam
 from tests import cases
-from tests.torture.state import hooks_of, modes
+from tests.torture.optimizers import hooks_of, modes
 
-DATA = TensorDataset(*cases.images(32))
-
-
-def fisher() -> sparsesam.MaskRule:
-    return sparsesam.fisher_mask(DATA, F.cross_entropy, sparsity=0.5, samples=8, refresh=7)
-
-
+FISHER = sparsesam.fisher_mask(TensorDataset(*cases.images(32)), F.cross_entropy, sparsity=0.5, samples=8, refresh=7)
+FILTERS = partial(sparsesam.SSAM, mask=sparsesam.random_mask(sparsity=0.5, pattern="filter"))
 FAMILIES: dict[str, list[Callable[..., sparsesam.SharpnessAware]]] = {
     "two passes, dense": [sparsesam.SAM, sparsesam.FriendlySAM, sparsesam.ZSharp],
     "two passes, masked": [
-        lambda *given: sparsesam.SSAM(*given, mask=sparsesam.fixed_mask("4.*"), norm="masked"),
-        lambda *given: sparsesam.SSAM(*given, mask=sparsesam.random_mask(sparsity=0.5, pattern="filter")),
-        lambda *given: sparsesam.SSAM(
-            *given, mask=sparsesam.random_mask(sparsity=0.5, pattern="filter"), norm="masked", ascent="implicit"
-        ),
+        partial(sparsesam.SSAM, mask=sparsesam.fixed_mask("4.*"), norm="masked"),
+        FILTERS,
+        partial(FILTERS, norm="masked", ascent="implicit"),
         sparsesam.ESAM,
     ],
     "one pass": [sparsesam.MomentumSAM, sparsesam.ExtrapolatedSAM],
     "two gradients": [sparsesam.GSAM, sparsesam.WSAM, sparsesam.LookSAM],
     "refreshing masks": [
-        lambda *given: sparsesam.SSAM(*given, mask=sparsesam.dynamic_mask(sparsity=0.5, refresh=3)),
-        lambda *given: sparsesam.SSAM(*given, mask=fisher()),
-        lambda *given: sparsesam.ExtrapolatedSAM(*given, mask=sparsesam.random_mask(sparsity=0.5, refresh=2)),
+        partial(sparsesam.SSAM, mask=sparsesam.dynamic_mask(sparsity=0.5, refresh=3)),
+        partial(sparsesam.SSAM, mask=FISHER),
+        partial(sparsesam.ExtrapolatedSAM, mask=sparsesam.random_mask(sparsity=0.5, refresh=2)),
     ],
 }
+LOOPS = [*cases.WAYS.values(), lambda opt, loss_of: opt.minimize([loss_of, loss_of])]
 
 
 class Training:
@@ -68,30 +64,16 @@ class Training:
 
     def train(self) -> None:
         """One step, by another loop each time, and now and then what happens around steps."""
-        opt, self.step = self.opt, self.step + 1
-        loop = self.step % 4
-        if loop == 0:
-            opt.minimize(self.loss)
-        elif loop == 1:
-            opt.step(cases.closure_of(opt, self.loss))
-        elif loop == 2:
-            opt.minimize([self.loss, self.loss])
-        else:
-            if opt.needs_first_pass:
-                with opt.first_pass():
-                    opt.backward(self.loss())
-            with opt.perturbed():
-                self.loss().backward()
-            opt.step()
-            opt.zero_grad()
+        self.step += 1
+        LOOPS[self.step % len(LOOPS)](self.opt, self.loss)
         if self.step % 7 == 0:
             self.interrupted()
         if self.step % 25 == 0:
             self.evaluate()
         if self.step % 40 == 0:
-            opt.load_state_dict(pickle.loads(pickle.dumps(opt.state_dict())))
+            self.opt.load_state_dict(pickle.loads(pickle.dumps(self.opt.state_dict())))
         if self.step % 100 == 0:
-            self.model, self.opt = copy.deepcopy((self.model, opt))
+            self.model, self.opt = copy.deepcopy((self.model, self.opt))
 
     def interrupted(self) -> None:
         calls = iter(range(9))
@@ -102,10 +84,9 @@ class Training:
                 raise KeyboardInterrupt
             return found
 
-        try:
+        with suppress(KeyboardInterrupt):
             self.opt.minimize(loss)
-        except KeyboardInterrupt:
-            self.opt.zero_grad()
+        self.opt.zero_grad()
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -154,5 +135,5 @@ def soak(family: str, seconds: float, steps: int = 100) -> str:
     return f"{family}: {time.monotonic() - start:.0f} s, {taken:,} steps, {', '.join(shown)}"
 
 
-def survive(folder: Path | None, minutes: float, seed: int = 0, families: list[str] | None = None) -> Counter[str]:
+def survive(minutes: float, families: list[str] | None = None) -> Counter[str]:
     return Counter(soak(family, 60 * minutes) for family in families or FAMILIES)

@@ -1,4 +1,4 @@
-"""Hessian-vector products needed for the largest eigenvalues."""
+"""Analyses: the speed of a loss landscape, and the Hessian-vector products needed for the largest eigenvalues."""
 
 from __future__ import annotations
 
@@ -13,16 +13,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.cases import cifar_batch
 from benchmarks.runner import Session, benchmark
-from benchmarks.timing import medians, show
-from sparsesam.analysis import HessianOperator, Objective, hessian_eigenvalues
-from sparsesam.lab import models
+from benchmarks.timing import show
+from sparsesam.analysis import HessianOperator, Objective, hessian_eigenvalues, loss_landscape
 from sparsesam.lab.data.registry import load_digits
-from sparsesam.lab.models import small_cnn
+from sparsesam.lab.models import build_model, small_cnn
 
 Array = npt.NDArray[np.float64]
-COUNT, TOLERANCE = 5, 1e-3
-SEEDS = range(3)
+COUNT, TOLERANCE, SEEDS = 5, 1e-3, range(3)
+
+
+@benchmark(rounds=5, quick={"model": "resnet10-small", "images": 4})
+def landscape(session: Session, *, model: str = "resnet18", images: int = 128) -> None:
+    """How fast is a landscape, relative to its forward passes alone?
+
+    The difference between 5 x 5 and 3 x 3 points leaves out the start of a landscape (the check that the loss is
+    deterministic, the loss at the center), which is the same for any number of points.
+    """
+    torch.manual_seed(0)
+    network, (x, y) = build_model(model).eval(), cifar_batch(images)
+    objective = Objective(network, [(x, y)], F.cross_entropy)
+
+    @torch.no_grad()
+    def forwards() -> None:
+        for _ in range(5 * 5 - 3 * 3):
+            float(F.cross_entropy(network(x), y))
+
+    points = {f"{n} x {n}": partial(loss_landscape, objective, points=n) for n in (3, 5)}
+    times = session.compare({"forwards": forwards, **points}, "forwards")
+    show(" | s", [(name, f"{ratio.seconds:.3f}") for name, ratio in times.items()])
+    speed = times["forwards"].seconds / (times["5 x 5"].seconds - times["3 x 3"].seconds)
+    print(f"speed relative to the forwards: {speed:.3f}")
 
 
 def ours(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> tuple[int, Array]:
@@ -30,15 +52,18 @@ def ours(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> tuple[int, Array]
     return found.products, found.eigenvalues
 
 
+def theirs(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    from curvlinops import HessianLinearOperator  # type: ignore[import-untyped]
+
+    parameters = list(model.parameters())
+    return HessianLinearOperator(model, nn.CrossEntropyLoss(), parameters, [(x, y)], check_deterministic=False)
+
+
 def with_eigsh(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> tuple[int, Array]:
     """SciPy's ARPACK on curvlinops' Hessian; curvlinops' own determinism check is not counted."""
     import scipy.sparse.linalg as sparse
-    from curvlinops import HessianLinearOperator  # type: ignore[import-untyped]
 
-    operator = HessianLinearOperator(
-        model, nn.CrossEntropyLoss(), list(model.parameters()), [(x, y)], check_deterministic=False
-    )
-    product = operator.to_scipy()
+    product = theirs(model, x, y).to_scipy()
     counted = 0
 
     def apply(v: Any) -> Any:
@@ -50,21 +75,6 @@ def with_eigsh(model: nn.Module, x: Tensor, y: Tensor, seed: int) -> tuple[int, 
     start = np.random.default_rng(seed).standard_normal(product.shape[0]).astype(product.dtype)
     values = sparse.eigsh(counting, COUNT, which="LA", tol=TOLERANCE, v0=start, return_eigenvectors=False)
     return counted, np.sort(values)[::-1].astype(np.float64)
-
-
-def product_times(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, str]:
-    """Returns median CPU milliseconds of one Hessian-vector product."""
-    from curvlinops import HessianLinearOperator
-
-    objective = Objective(model, [(x, y)], F.cross_entropy)
-    once, kept = (HessianOperator(objective, keep_graph=keep) for keep in (False, True))
-    parameters = list(model.parameters())
-    theirs = HessianLinearOperator(model, nn.CrossEntropyLoss(), parameters, [(x, y)], check_deterministic=False)
-    operators = {"sparsesam": once, "sparsesam, keep_graph": kept, "curvlinops": theirs}
-    vector = torch.randn(once.size)
-    products = {name: partial(operator.__matmul__, vector) for name, operator in operators.items()}
-    with kept.measuring():
-        return {name: f"{1e3 * value:.1f}" for name, value in medians(products, 9, time.process_time).items()}
 
 
 def trained(model: nn.Module, x: Tensor, y: Tensor, steps: int, lr: float) -> nn.Module:
@@ -79,18 +89,25 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, steps: int, lr: float) -> nn
     return model.eval()
 
 
-def report(title: str, model: nn.Module, x: Tensor, y: Tensor) -> None:
+def eigenvalues(session: Session, title: str, model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Compare the methods; the reference is Lanczos to 1e-6."""
     objective = Objective(model, [(x, y)], F.cross_entropy)
     reference = hessian_eigenvalues(objective, COUNT, tolerance=1e-6, max_products=100).eigenvalues
     print(f"{title}: {sum(p.numel() for p in model.parameters())} weights, {len(x)} samples")
     print(f"eigenvalues {np.array2string(reference, precision=4)}")
-    times, rows = product_times(model, x, y), []
+    once, kept = (HessianOperator(objective, keep_graph=keep) for keep in (False, True))
+    operators = {"sparsesam": once, "curvlinops": theirs(model, x, y), "sparsesam, keep_graph": kept}
+    vector = torch.randn(once.size)
+    with kept.measuring():
+        products = {name: partial(operator.__matmul__, vector) for name, operator in operators.items()}
+        times = session.compare(products, "sparsesam", time.process_time)
+    rows: list[tuple[object, ...]] = []
     for name, method in {"sparsesam": ours, "curvlinops": with_eigsh}.items():
         found = [method(model, x, y, seed) for seed in SEEDS]
         error = max(float(np.max(np.abs(values - reference) / np.abs(reference))) for _, values in found)
-        rows.append((name, max(products for products, _ in found), f"{error:.1e}", times.pop(name)))
-    show(" | products | relative error | ms a product", [*rows, *((name, "–", "–", ms) for name, ms in times.items())])
+        rows.append((name, max(count for count, _ in found), f"{error:.1e}", times[name].milliseconds))
+    rows.append(("sparsesam, keep_graph", "–", "–", times["sparsesam, keep_graph"].milliseconds))
+    show(" | products | relative error | ms a product", rows)
 
 
 @benchmark(quick={"steps": 2})
@@ -106,13 +123,13 @@ def hessian(session: Session, *, steps: int = 500, resnet18: bool = False) -> No
     x, y = digits.train.images / 255, digits.train.labels
     torch.manual_seed(0)
     network = trained(nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)), x, y, steps, 0.1)
-    report("tanh network, digits", network, x[:512], y[:512])
+    eigenvalues(session, "tanh network, digits", network, x[:512], y[:512])
     if session.quick:
         return
     torch.manual_seed(0)
-    report("small_cnn, digits", trained(small_cnn(), x, y, 300, 0.05), x[:256], y[:256])
+    eigenvalues(session, "small_cnn, digits", trained(small_cnn(), x, y, 300, 0.05), x[:256], y[:256])
     if resnet18:
         torch.manual_seed(0)
         images = F.interpolate(x[:256], 32).expand(-1, 3, -1, -1).contiguous()
-        network = trained(models.resnet18(10), images, y[:256], 40, 0.02)
-        report("ResNet-18, digits as 3x32x32", network, images[:32], y[:32])
+        network = trained(build_model("resnet18"), images, y[:256], 40, 0.02)
+        eigenvalues(session, "ResNet-18, digits as 3x32x32", network, images[:32], y[:32])
