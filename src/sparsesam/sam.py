@@ -110,21 +110,23 @@ class SharpnessAware(PerturbingOptimizer):
         if self.is_perturbed:
             raise RuntimeError("step() inside perturbed() would update the weights at w + e; call it after the block")
         step = self._step
+        is_ready = step is not None and step.phase is Phase.READY
+        if closure is None and not is_ready:
+            if step is None and self._only_makes_state():
+                self.base.step()
+                return None
+            raise RuntimeError(
+                "step() needs a gradient at w + e: pass a closure, or run the second pass in `with opt.perturbed():` "
+                "before step(). For trainers see docs/moving-over.md"
+            )
+        result, is_empty = None, False
         try:
-            if step is not None and step.phase is Phase.READY:
-                result, is_empty = self._after_passes(step, closure, batch), False
+            if step is not None and is_ready:
+                result = None if closure is None else self._after_passes(step, closure, batch)
             elif closure is not None:
                 step = self._begin(batch)
                 with torch.enable_grad():
                     result, is_empty = self._run_passes(step, closure, batch)
-            elif step is None and self._only_makes_state():
-                self.base.step()
-                return None
-            else:
-                raise RuntimeError(
-                    "step() needs a gradient at w + e: pass a closure, or run the second pass in `with "
-                    "opt.perturbed():` before step(). For trainers see docs/moving-over.md"
-                )
             if is_empty:
                 self.own.counters.skipped_steps += 1
                 self._warn_once("the closure computed no gradient: no step is taken (opt.skipped_steps)")
@@ -187,10 +189,8 @@ class SharpnessAware(PerturbingOptimizer):
                 return True
         return (result is None or self.steps > 0) and not has_gradients(self.base)
 
-    def _after_passes(self, step: Step, closure: Callable[..., Any] | None, batch: Any) -> Any:
+    def _after_passes(self, step: Step, closure: Callable[..., Any], batch: Any) -> Any:
         """After perturbed(), call a closure that computes nothing, as Lightning's manual optimization passes."""
-        if closure is None:
-            return None
         if batch is None and not isinstance(closure, Objective):
             with OldGradients(step.tensors) as old, torch.enable_grad():
                 result = without_graph(closure())

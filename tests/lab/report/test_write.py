@@ -24,3 +24,11 @@ def test_name_that_is_not_text_is_harmless(tmp_path):
     write_run(tmp_path / b"caf\xe9".decode(errors="surrogateescape"))
     write_report([tmp_path], tmp_path / "report.html")
     assert "caf?" in (tmp_path / "report.html").read_text()
+
+
+def test_figures_are_written_as_files(tmp_path):
+    for optimizer in ("sgd", "sam"):
+        write_run(tmp_path / "runs" / optimizer, optimizer=optimizer)
+    write_report([tmp_path / "runs"], tmp_path / "report.html", figures=tmp_path / "figures")
+    made = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"test-accuracy.svg", "test-accuracy.pdf", "accuracy-against-cost.pdf"} <= made

@@ -17,10 +17,11 @@ def add_arguments(parser: Parser) -> None:
     text = "HTML file to write (default: report.html)"
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help=text)
     parser.add_argument("--title", type=str, help="title of the page; default the sweep's")
+    parser.add_argument("--figures", type=Path, help="also write each figure as SVG and PDF to this directory")
 
 
 def run(options: Namespace) -> None:
     from sparsesam.lab.report import write_report
 
-    data = write_report(options.runs, options.out, title=options.title)
+    data = write_report(options.runs, options.out, title=options.title, figures=options.figures)
     print(f"{options.out}: {data.count()}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sparsesam.lab.display import make_parent
+from sparsesam.lab.display import make_parent, write_plot
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.report import sections
@@ -18,14 +18,27 @@ from sparsesam.lab.report.tasks import ReportData, Task
 StrPath = str | os.PathLike[str]
 
 
-def write_report(runs: Iterable[StrPath], out: StrPath = "report.html", *, title: str | None = None) -> ReportData:
-    """Write one page about all runs at or below ``runs``. The default ``title`` is the sweep's."""
+def write_report(
+    runs: Iterable[StrPath],
+    out: StrPath = "report.html",
+    *,
+    title: str | None = None,
+    figures: StrPath | None = None,
+) -> ReportData:
+    """Write one page about all runs at or below ``runs``; with ``figures``, also each figure to that directory.
+
+    The default ``title`` is the sweep's.
+    """
     out = Path(out)
     make_parent("--out", out)
     data, shown = build_report(runs)
     made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M UTC}, {provenance()['command']}"
     page = render(shown, title=title or data.title, made=made, count=data.count(), problems=data.problems)
     write_atomically(out, page)
+    for figure in [figure for section in shown for figure in section.figures] if figures is not None else []:
+        files = [Path(figures or "", f"{figure.name}.{suffix}") for suffix in ("svg", "pdf")]
+        make_parent("--figures", files[0])
+        write_plot([figure], *files)
     return data
 
 
