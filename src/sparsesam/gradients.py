@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -116,46 +116,34 @@ class OldGradients:
         return [None if p.grad is None else p.grad._version for p in self._parameters]
 
 
-class OutsideGradients:
+@contextmanager
+def restored_outside(model: nn.Module, base: Optimizer) -> Iterator[None]:
     """Restores gradients of trainable parameters outside the optimizer to what they were before a first pass added.
 
     The optimizer clears only its own gradients between the passes; the others too shall receive the gradient of the
     second pass only. Hooks copy a gradient when it is first added to, so that the pass may clear it.
     """
+    own = {id(parameter) for group in base.param_groups for parameter in group["params"]}
+    outside = [p for p in model.parameters() if p.requires_grad and id(p) not in own and not is_lazy(p)]
+    # fully_shard sets gradients without autograd's accumulators.
+    sharded = [(p, p.grad, _copied_gradient(p)) for p in outside if is_sharded(p)]
+    nodes = [(p, get_gradient_edge(p).node) for p in outside if not is_sharded(p)]  # they live as long as this list
+    before: dict[Tensor, Tensor | None] = {}
 
-    def __init__(self, model: nn.Module, base: Optimizer) -> None:
-        own = {id(parameter) for group in base.param_groups for parameter in group["params"]}
-        outside = [p for p in model.parameters() if p.requires_grad and id(p) not in own and not is_lazy(p)]
-        # fully_shard sets gradients without autograd's accumulators.
-        self._sharded = [(p, p.grad, _copied_gradient(p)) for p in outside if is_sharded(p)]
-        self._before: dict[Tensor, Tensor | None] = {}
-        self._nodes = [(p, get_gradient_edge(p).node) for p in outside if not is_sharded(p)]
-        with ExitStack() as hooks:  # Ctrl-C removes them
-            for parameter, node in self._nodes:
-                hooks.callback(node.register_prehook(partial(self._note, parameter)).remove)
-            self._hooks = hooks.pop_all()
+    def note(parameter: Tensor, _: Any) -> None:
+        if parameter not in before:
+            before[parameter] = _copied_gradient(parameter)
 
-    def _note(self, parameter: Tensor, _: Any) -> None:
-        if parameter not in self._before:
-            self._before[parameter] = _copied_gradient(parameter)
-
-    def restore(self) -> None:
-        """Remove the hooks and restore the gradients."""
-        self.release()
-        for parameter, gradient in self._before.items():
-            parameter.grad = gradient
-        for parameter, old, copied in self._sharded:
-            parameter.grad = copied if parameter.grad is old else None  # another one: it was cleared
-
-    def release(self) -> None:
-        """Remove the hooks and leave the gradients as they are."""
-        self._hooks.close()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
+    try:
+        with ExitStack() as hooks:
+            for parameter, node in nodes:
+                hooks.callback(node.register_prehook(partial(note, parameter)).remove)
+            yield
+    finally:
+        for changed, gradient in before.items():
+            changed.grad = gradient
+        for p, old, copied in sharded:
+            p.grad = copied if p.grad is old else None  # another one: it was cleared
 
 
 def _copied_gradient(parameter: Tensor) -> Tensor | None:

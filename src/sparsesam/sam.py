@@ -29,11 +29,11 @@ from sparsesam.gradients import (
     UNUSED,
     Objective,
     OldGradients,
-    OutsideGradients,
     gradients_of,
     has_gradients,
     part_of,
     require_gradients,
+    restored_outside,
     takes_batch,
     without_graph,
 )
@@ -273,7 +273,7 @@ class SharpnessAware(PerturbingOptimizer):
         step.phase = Phase.FIRST
         if step.rng is None:
             step.rng = self._rng.read()
-        with OutsideGradients(self.model, self.base):
+        with restored_outside(self.model, self.base):
             if step.shortcuts is None:
                 yield
                 return
