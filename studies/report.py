@@ -95,7 +95,7 @@ class Method:
 
 
 class Results:
-    """The methods of a task, those of least cost first."""
+    """The methods of a task whose test is complete, those of least cost first."""
 
     def __init__(self, name: str, records: list[Record], times: dict[str, float]) -> None:
         self.name, self.times = name, times
@@ -104,9 +104,10 @@ class Results:
             if record["method"]:
                 by_method[record["method"]].append(record)
         self.all = {method: Method(own) for method, own in by_method.items()}
-        tested = [(method, own) for method, own in self.all.items() if own.accuracy]
+        content = read_task(name).content if name in task_names() else {"title": name, "seeds": 1}
+        tested = [(method, own) for method, own in self.all.items() if len(own.accuracy) >= content["seeds"]]
         self.methods = dict(sorted(tested, key=lambda item: item[1].cost))
-        self.title = str(read_task(name).content["title"]) if name in task_names() else name
+        self.title = str(content["title"])
 
     def against(self, method: str, other: str) -> str:
         if method == other or other not in self.methods:

@@ -8,7 +8,7 @@ import math
 import pytest
 from studies.parts import PARTS
 from studies.plan import Task, best_first, read_task, task_names
-from studies.report import Method, fill, spread
+from studies.report import Method, Results, fill, spread
 from studies.statistics import Mean, paired, verdict
 
 CONTENT = {
@@ -120,6 +120,12 @@ def test_report_reads_the_tests_of_the_best_trial():
     assert method.accuracy == {0: 70, 1: 60}
     assert (method.cost, method.tuned) == (20, "epochs 10, weight decay 0.1, rho 0.2")
     assert method.best_by("rho") == "0.1: 90.0, 0.2: 80.0"
+
+
+def test_report_leaves_out_a_method_whose_test_is_not_complete():
+    records = [made("final", 0.1, seed, 0.5) for seed in range(5)]
+    assert list(Results("joint-digits-30", records, {}).methods) == ["SAM"]
+    assert not Results("joint-digits-30", records[:4], {}).methods
 
 
 def test_report_fills_the_tables_of_a_page():
