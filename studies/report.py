@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -104,7 +105,7 @@ class Results:
             if record["method"]:
                 by_method[record["method"]].append(record)
         self.all = {method: Method(own) for method, own in by_method.items()}
-        content = read_task(name).content if name in task_names() else {"title": name, "seeds": 1}
+        content: Mapping[str, Any] = read_task(name).content if name in task_names() else {"title": name, "seeds": 1}
         tested = [(method, own) for method, own in self.all.items() if len(own.accuracy) >= content["seeds"]]
         self.methods = dict(sorted(tested, key=lambda item: item[1].cost))
         self.title = str(content["title"])

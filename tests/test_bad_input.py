@@ -101,6 +101,8 @@ def test_invalid_values_raise_with_reason(call, words):
         (lambda m: sparsesam.SAM(torch.optim.LBFGS(m.parameters()), m), "LBFGS"),
         (lambda m: sparsesam.SAM(sam(), m), "plain optimizer"),
         (lambda m: sparsesam.SAM(cases.sgd(m), "m"), r"model must be the torch\.nn\.Module .* got 'm'"),
+        (lambda m: sparsesam.SAM(cases.sgd(m), m, engine="no"), "engine must be True or False, got 'no'"),
+        (lambda m: sparsesam.SAM(cases.sgd(m), m, rho_schedule=0.5), "rho_schedule must be .* got 0.5"),
         (lambda m: sparsesam.SSAM(cases.sgd(m), m, mask=0.5), "mask must be a mask rule"),
         (lambda m: sparsesam.ExtrapolatedSAM(cases.sgd(m), m, mask=0.5), "mask must be a mask rule"),
         (lambda m: sparsesam.Mask(sparsesam.GradientMagnitude(), "2:4"), "pattern must be a Pattern, .* got '2:4'"),

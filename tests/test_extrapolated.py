@@ -57,6 +57,15 @@ def test_one_step_ahead_of_heavy_ball_is_nesterov():
     cases.assert_close(model, twin)
 
 
+def test_adaptive_groups_do_not_change_the_way_ahead():
+    model, twin = cases.mlp(), cases.mlp()
+    groups = [{"params": twin.parameters(), "adaptive": True}]
+    for trained, params in ((model, model.parameters()), (twin, groups)):
+        base = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        cases.train(trained, sparsesam.ExtrapolatedSAM(base, trained, 0.025), range(4))
+    assert cases.same_state(model, twin)
+
+
 def test_norm_of_the_last_update():
     model, opt = made()
     assert opt.last_update_norm is None

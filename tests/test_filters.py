@@ -87,10 +87,12 @@ CASES = {
     "conv2d stride": lambda: image(stride=2),
     "conv2d padding": lambda: image(padding=(1, 2)),
     "conv2d same": lambda: image(padding="same"),
+    "conv2d same, uneven": lambda: image(padding="same", kernel=(2, 5), dilation=(3, 1)),
     "conv2d valid": lambda: image(padding="valid"),
     "conv2d dilation": lambda: image(dilation=(2,)),
     "conv2d groups": lambda: image(groups=2),
     "conv2d everything": lambda: image(stride=2, padding=2, dilation=2, groups=2),
+    "conv2d one image": lambda: convolution_case(torch.conv2d, 4, 9, 9, padding="same"),
     "conv2d no samples": lambda: convolution_case(torch.conv2d, 0, 4, 9, 9),
     "conv1d": lambda: convolution_case(F.conv1d, 5, 4, 9, stride=2, padding=1),
     "conv3d": lambda: convolution_case(F.conv3d, 3, 4, 5, 5, 5, padding=1),
@@ -205,19 +207,6 @@ def test_each_use_of_a_weight_has_its_gradient(call, is_narrow):
     assert bool((found[1] != expected[1]).any()) == bool(layers.called) == is_narrow
 
 
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [((4, 9, 9), {}), ((5, 4, 9, 8), {"padding": "same", "kernel": 2})],
-    ids=["one image", "uneven"],
-)
-def test_convolutions_that_stay_plain(shape, options):
-    call, x, weight, bias = convolution_case(torch.conv2d, *shape, **options)
-    layers, tensors = FilterLayers(wanted_for(weight, ascent="implicit")), (x, weight, bias)
-    found = narrowed_gradients(layers, lambda: weighted(call(*tensors)), tensors)
-    equal(found, plain_gradients(lambda: weighted(call(*tensors)), tensors))
-    assert not layers.called
-
-
 def test_weights_are_recognized_in_modules_and_their_subclasses():
     class Scaled(nn.Conv2d):
         def forward(self, x):
@@ -258,6 +247,28 @@ def test_wrong_calls_raise_errors_of_torch(options, words):
     with pytest.raises(RuntimeError, match=words), FilterLayers(wanted_for(weight)):
         torch.conv2d(x, weight, bias, **options)
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("ascent", ["implicit", "implicit-dense"])
+def test_complex_weights(ascent):
+    """A linear layer's dX goes through the masked weights; a complex convolution is torch's own."""
+    x, weight = torch.complex(double(7, 6), double(7, 6, seed=4)), torch.complex(double(8, 6), double(8, 6, seed=5))
+    x, weight = x.detach().requires_grad_(), nn.Parameter(weight.detach())
+    mask, layers = mask_of(weight, "entries"), FilterLayers(wanted_for(weight, "entries", ascent))
+    found = narrowed_gradients(layers, lambda: weighted(torch.view_as_real(F.linear(x, weight))), (x, weight))
+    expected_x = plain_gradients(lambda: weighted(torch.view_as_real(F.linear(x, weight * mask))), (x,))
+    expected_w = plain_gradients(lambda: weighted(torch.view_as_real(F.linear(x, weight))), (weight,))
+    equal([*found], [*expected_x, *expected_w])
+    kernel = nn.Parameter(weight.detach()[..., None])
+    layers = FilterLayers(wanted_for(kernel, "entries", ascent))
+
+    def convolved():
+        return weighted(torch.view_as_real(F.conv1d(x[..., None], kernel)))
+
+    equal(narrowed_gradients(layers, convolved, (x, kernel)), plain_gradients(convolved, (x, kernel)))
+    assert (
+        weight_gradient(PackedMask.pack(mask_of(weight, "filters")), weight, ascent="explicit", norm="masked") is None
+    )
 
 
 def test_meta_device_needs_no_values():
@@ -392,13 +403,13 @@ def test_autocast(name, dtype):
     assert layers.called
 
 
-@pytest.mark.parametrize(("dtype", "is_narrow"), [(torch.float64, True), (torch.complex128, False)])
-def test_autocast_leaves_other_dtypes(dtype, is_narrow):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_autocast_leaves_other_dtypes(dtype):
     _, x, weight, _ = linear_case(7, 6)
     x, weight = x.detach().to(dtype), nn.Parameter(weight.detach().to(dtype))
     with FilterLayers(wanted_for(weight, ascent="implicit")) as layers, torch.autocast("cpu", dtype=torch.bfloat16):
         assert F.linear(x, weight).dtype == dtype
-    assert bool(layers.called) == is_narrow
+    assert layers.called
 
 
 # ---- what the ascent needs -----------------------------------------------------------------------------------------

@@ -176,7 +176,16 @@ def test_functions_are_called_once_per_pass(name, way):
         assert calls == expected
 
 
-def test_result_of_closure_is_detached():
+class UnregisteredDict(dict):
+    """A type that is not registered with torch's pytrees."""
+
+
+class UnregisteredList(list):
+    pass
+
+
+@pytest.mark.parametrize("kind", [dict, UnregisteredDict])
+def test_result_of_closure_is_detached_and_keeps_its_type(kind):
     model = cases.mlp()
     opt = sparsesam.SAM(cases.sgd(model), model, rho=0.5)
     returned, (x, y) = [], cases.vectors()
@@ -186,10 +195,11 @@ def test_result_of_closure_is_detached():
         output = model(x)
         loss = F.cross_entropy(output, y)
         loss.backward()
-        returned.append({"loss": loss, "parts": [output, (output, "note")]})
+        returned.append(kind(loss=loss, parts=UnregisteredList([output, (output, "note")])))
         return returned[-1]
 
     result = opt.step(closure)
+    assert (type(result), type(result["parts"])) == (kind, UnregisteredList)
     first, (second, note) = result["parts"]
     assert note == "note"
     assert not any(tensor.requires_grad for tensor in (result["loss"], first, second))

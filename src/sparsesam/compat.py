@@ -44,6 +44,11 @@ class SAM(sam.SAM):
         model: nn.Module | None = None,
         **options: Any,
     ) -> None:
+        if options.pop("use_gc", False):
+            raise ValueError(
+                "use_gc must be False, got True; centralize gradients in a step pre-hook of the base optimizer"
+            )
+        options.pop("perturb_eps", None)  # a gradient of zero perturbs nothing anyway
         base = base_optimizer(params, **options)
         for group in base.param_groups:
             group["adaptive"] = _scaled(group.get("adaptive", adaptive))

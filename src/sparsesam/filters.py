@@ -84,21 +84,19 @@ class FilterLayers(TorchFunctionMode):
         if func in LAYERS:
             weight = args[1] if len(args) > 1 else kwargs.get("weight")
             want = self._wanted.get(weight)
-            if want is not None and _is_plain_call((*args, *kwargs.values())):
-                y = LAYERS[func](self, want, *args, **kwargs)
-                if y is not None:
-                    self.called.add(id(weight))
-                    return y
+            if want is not None and _is_plain_call(func, (*args, *kwargs.values())):
+                self.called.add(id(weight))
+                return LAYERS[func](self, want, *args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _is_plain_call(arguments: tuple[Any, ...]) -> bool:
+def _is_plain_call(func: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether a call of a layer records a graph of ordinary tensors, which only this forward and its backward use."""
     tensors = [t for t in arguments if isinstance(t, Tensor)]
     return (
         torch.is_grad_enabled()
         and all(type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided for t in tensors)
-        and not any(t.is_nested or t.is_complex() for t in tensors)
+        and not any(t.is_nested or (t.is_complex() and func is not F.linear) for t in tensors)
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -139,8 +137,8 @@ class _Call:
             biases, zeros = [len(weight)] if need[2] else None, [0] * len(sizes[0])
             backward = torch.ops.aten.convolution_backward
             return backward(dy, x, weight, biases, *sizes, False, zeros, groups, need)  # type: ignore[no-any-return]
-        dx = dy @ weight if need[0] else None
-        return dx, dy.t() @ x if need[1] else None, dy.sum(0) if need[2] else None
+        dx = dy @ weight.conj() if need[0] else None
+        return dx, dy.t() @ x.conj() if need[1] else None, dy.sum(0) if need[2] else None
 
     def narrowed(self, dy: Tensor, weight: Tensor, x: Tensor, need: tuple[bool, ...]) -> Gradients:
         """Returns those that the ascent needs; dW is zero in rows that are not kept."""
@@ -218,8 +216,8 @@ def _apply(call: _Call, x: Tensor, bias: Tensor | None) -> Tensor:
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # What autocast would do within the call, where no gradient is recorded, and its cache would keep that.
-        dtype = torch.get_autocast_dtype(kind)
-        tensors = tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+        dtype, kept = torch.get_autocast_dtype(kind), (torch.float64, torch.complex64, torch.complex128)
+        tensors = tuple(t if t is None or t.dtype in kept else t.to(dtype) for t in tensors)
     return _Layer.apply(*tensors, call)  # type: ignore[no-any-return]
 
 
@@ -234,25 +232,28 @@ def _convolution(
     convolve: Callable[..., Tensor], layers: FilterLayers, want: WeightGradient,
     input: Tensor, weight: Tensor, bias: Tensor | None = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     def each(option: Any) -> list[int]:
         sizes = [option] if isinstance(option, int) else list(option)
         return sizes * (weight.dim() - 2) if len(sizes) == 1 else sizes
 
-    stride, dilation, is_uneven = each(stride), each(dilation), False
+    sizes, dilations = each(stride), each(dilation)
     if padding == "same":
-        totals = [spread * (size - 1) for size, spread in zip(weight.shape[2:], dilation, strict=True)]
-        is_uneven = set(stride) != {1} or any(total % 2 for total in totals)
+        if set(sizes) != {1}:  # torch's error
+            return convolve(input, weight, bias, stride, padding, dilation, groups)
+        totals = [spread * (size - 1) for size, spread in zip(weight.shape[2:], dilations, strict=True)]
         padding = [total // 2 for total in totals]
-    if is_uneven or input.dim() != weight.dim():  # torch pads one side more; one sample without a batch dimension
-        return None
-    geometry = stride, each(0 if padding == "valid" else padding), dilation, groups
-    return _apply(_Call(convolve, weight, layers, want, geometry), input, bias)
+        if any(total % 2 for total in totals):  # one more zero at the end, as torch adds it
+            input = F.pad(input, [side for total in reversed(totals) for side in (0, total % 2)])
+    is_unbatched = input.dim() == weight.dim() - 1
+    call = _Call(convolve, weight, layers, want, (sizes, each(0 if padding == "valid" else padding), dilations, groups))
+    y = _apply(call, input.unsqueeze(0) if is_unbatched else input, bias)
+    return y.squeeze(0) if is_unbatched else y
 
 
 #: Torch functions with a narrowed backward, and what replaces each: called with the mode, the gradient that is wanted
-#: and the same arguments; None: it cannot.
-LAYERS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
+#: and the same arguments.
+LAYERS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _linear,
     **{convolve: partial(_convolution, convolve) for convolve in (torch.conv1d, torch.conv2d, torch.conv3d)},
 }

@@ -6,6 +6,7 @@ step: the second pass would see the last micro-batch only.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -170,7 +171,17 @@ def part_of(batch: Any, fraction: float) -> Any:
 
 def without_graph(result: Any) -> Any:
     """Returns what a closure returned with all tensors detached, also those in dictionaries, lists and tuples."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+    return result.detach() if isinstance(result, Tensor) else tree_map(_detached, result)
+
+
+def _detached(leaf: Any) -> Any:
+    if not isinstance(leaf, dict | list):
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    # torch's pytrees treat a dict or list subclass as a leaf unless it is registered.
+    copied = copy.copy(leaf)
+    for key, value in list(leaf.items() if isinstance(leaf, dict) else enumerate(leaf)):
+        copied[key] = without_graph(value)
+    return copied
 
 
 class Objective:

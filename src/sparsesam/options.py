@@ -50,6 +50,12 @@ class Options:
         check_count("ascent_steps", self.ascent_steps, "1 is SAM")
         check_count("every", self.every, "1 perturbs in every step")
         check_count("start", self.start, "it is the first step that ascends", least=0)
+        if not isinstance(self.engine, bool):
+            raise TypeError(f"engine must be True or False, got {self.engine!r}; False computes everything")
+        if self.rho_schedule is not None and not callable(self.rho_schedule):
+            raise TypeError(
+                f"rho_schedule must be a function of the step, got {self.rho_schedule!r}; for example Cosine(steps)"
+            )
         if not is_within(self.ascent_fraction, 0, 1) or self.ascent_fraction == 0:
             raise ValueError(f"ascent_fraction must be in (0, 1], got {self.ascent_fraction}; the paper tries 0.25")
         if self.ascent == "implicit" and self.norm == "full":

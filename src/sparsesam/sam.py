@@ -148,7 +148,7 @@ class SharpnessAware(PerturbingOptimizer):
                 "opt.step(closure, batch=(x, y)) with def closure(batch): ..."
             )
         whole = (batch,) if with_batch else ()
-        part = (part_of(batch, fraction),) if with_batch and fraction < 1 else whole
+        part = (part_of(batch, fraction),) if with_batch and fraction < 1 and step.first_passes else whole
         watched = [] if narrows else step.tensors
         if isinstance(closure, Objective):
             self.base.zero_grad()

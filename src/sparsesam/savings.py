@@ -21,7 +21,6 @@ from sparsesam.filters import FilterLayers, WeightGradient, weight_gradient
 from sparsesam.masks.packed import PackedMask
 from sparsesam.options import Options
 from sparsesam.replay import Tape
-from sparsesam.utils.graph import nodes_of
 from sparsesam.wrapper import PerturbedParams
 
 
@@ -106,7 +105,7 @@ class Shortcuts:
             if name is None and options.is_implicit:
                 mask = PackedMask(parameter.shape, 0, None)
             # Only a mask of some entries, or one that stops an implicit gradient, changes a layer's backward.
-            if mask is not None and (options.is_implicit or not mask.is_empty):
+            if mask is not None and not mask.is_full and (options.is_implicit or not mask.is_empty):
                 is_counted = name is not None
                 want = weight_gradient(mask, parameter, ascent=options.ascent, norm=options.norm, is_counted=is_counted)
                 wanted |= {} if want is None else {parameter: want}
@@ -144,7 +143,7 @@ class Shortcuts:
         with torch._C.DisableTorchFunction():
             inputs = [p for p in self.inputs or () if p.requires_grad]
             # torch refuses to differentiate a reentrant checkpoint in part.
-            is_full = not inputs or any(type(n).__name__ == _REENTRANT for n in nodes_of([loss.grad_fn]))
+            is_full = not inputs or has_reentrant_checkpoint(loss)
         if is_full:
             loss.backward(**options)
             return
@@ -192,9 +191,6 @@ class Shortcuts:
         return self.tape.is_worthwhile
 
 
-_REENTRANT = "CheckpointFunctionBackward"  # of torch.utils.checkpoint
-
-
 def _moves(mask: PackedMask | None, rho: float | Tensor, options: Options) -> bool:
     is_empty = mask is not None and mask.is_empty and options.ascent != "implicit-dense"
     return not is_empty and (isinstance(rho, Tensor) or rho != 0)
@@ -208,3 +204,16 @@ def _why_nothing(options: Options, params: PerturbedParams, is_due: bool, moved:
     if params.shards is not None:
         return "parameters are sharded (fully_shard, DTensor): they are gathered in every forward and backward"
     return "" if moved else "nothing is perturbed"
+
+
+def has_reentrant_checkpoint(loss: Tensor) -> bool:
+    """Whether a reentrant torch.utils.checkpoint is in the graph of the loss."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return False

@@ -154,7 +154,7 @@ class ExtrapolatedSAM(OnePass):
         back = self.own.tensors["back"]
         wanted = [target for target in self._tracked(step) if not target.is_unmoved]
         found = [
-            replace(target, direction=back.pop(target.name).to(target.weight), is_kept=True)
+            replace(target, direction=back.pop(target.name).to(target.weight), is_kept=True, eta=None)
             for target in wanted
             if target.name in back
         ]

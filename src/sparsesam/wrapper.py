@@ -49,8 +49,9 @@ class PerturbedParams:
         self._options, self._flags = self._now()
         self._params = list(_listed(base, names, keys))
         self.shards = Shards.of({param.name: param.parameter for param in self})
-        embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-        self.renormalized = [module.weight for module in embeddings if module.max_norm is not None]
+        embeddings = (m for m in model.modules() if getattr(m, "max_norm", None) is not None)
+        weights = (getattr(m, "weight", None) for m in embeddings)
+        self.renormalized = [weight for weight in weights if isinstance(weight, nn.Parameter)]
         self.names = {param.name for param in self}
 
     def _now(self) -> tuple[list[Any], list[bool]]:

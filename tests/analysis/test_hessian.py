@@ -65,6 +65,20 @@ def test_attention_has_second_derivatives():
     assert hessian_eigenvalues(objective, 1).converged
 
 
+@pytest.mark.parametrize(
+    ("measure", "options", "words"),
+    [
+        (hessian_diagonal, {"probes": 0}, "probes must be an integer of at least 1"),
+        (spectral_density, {"steps": 0}, "steps must be an integer of at least 1"),
+        (spectral_density, {"points": 1}, "points must be an integer of at least 2"),
+        (spectral_density, {"width": -1.0}, "width must be positive"),
+    ],
+)
+def test_numbers_that_mean_nothing_raise(measure, options, words):
+    with pytest.raises(ValueError, match=words):
+        measure(objective_of(mlp()), **options)
+
+
 def test_infinite_product_raises():
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)

@@ -84,6 +84,13 @@ def test_sampler_of_loader_is_used(options):
     assert labels.sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_generator_of_sampler_stays_as_it_is():
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    drawn(DataLoader(TensorDataset(X, Y), batch_size=4, sampler=SubsetRandomSampler(range(7), generator=generator)))
+    assert torch.equal(generator.get_state(), before)
+
+
 def test_nested_batches_keep_their_structure():
     nested = ({"a": X, "b": (Y,)}, Y)
     for inputs, labels in [*drawn(nested), *drawn(iter([nested]))]:

@@ -238,6 +238,11 @@ def spectral_density(
     first components of its eigenvectors, so that sum shares * p(nodes) = v'p(H)v for polynomials up to degree
     2 * steps - 1. ``width`` is 1 % of the range by default.
     """
+    check_count("steps", steps, "80 are usual")
+    check_count("probes", probes, "4 are usual")
+    check_count("points", points, "1000 are usual", least=2)
+    if width is not None and not width > 0:
+        raise ValueError(f"width must be positive, got {width}; it is the Gaussians' standard deviation")
     hessian, generator = operator_of(hessian), torch.Generator().manual_seed(seed)
     nodes, shares = [], []
     with hessian.measuring():
@@ -259,6 +264,8 @@ def spectral_density(
 
 def hessian_diagonal(hessian: HessianOperator | Objective, *, probes: int | None = None, seed: int = 0) -> Array:
     """Returns the diagonal: exact, with one product per weight, or the mean of z ⊙ Hz over ``probes`` random signs."""
+    if probes is not None:
+        check_count("probes", probes, "None is the exact diagonal")
     hessian, generator = operator_of(hessian), torch.Generator().manual_seed(seed)
     total = torch.zeros(hessian.size, dtype=torch.float64, device=hessian.device)
     with hessian.measuring():

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +28,11 @@ if TYPE_CHECKING:
 else:
     # Both packages may be installed, with separate classes; prefer the one that is already imported.
     _names = ("lightning.pytorch", "pytorch_lightning")
-    _default = _names[0] if "lightning" in sys.modules or find_spec("lightning") else _names[1]
-    with required_by("sparsesam.integrations.lightning", '"sparsesam[lightning]"'):
-        _lightning = import_module(next((name for name in _names if name in sys.modules), _default))
+    try:
+        _lightning = import_module(next((name for name in _names if name in sys.modules), _names[0]))
+    except ImportError:
+        with required_by("sparsesam.integrations.lightning", '"sparsesam[lightning]"'):
+            _lightning = import_module(_names[1])
     Callback, MixedPrecision = _lightning.Callback, _lightning.plugins.MixedPrecision
 
 

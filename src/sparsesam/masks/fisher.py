@@ -69,7 +69,7 @@ def fisher_diagonal(
     """
     problem = Problem(loss_fn, model_loss, labels, generator)
     measured = _measured_parameters(model, parameters)
-    shards = Shards.of(measured if parameters is None else parameters)
+    shards = Shards.of(parameters if isinstance(parameters, Mapping) else measured)
     device = next(iter(measured.values())).device if shards is None else shards.mesh.device_type
     # float64 for parameters in double precision, float32 for others
     dtypes = {name: torch.promote_types(p.dtype.to_real(), torch.float32) for name, p in measured.items()}

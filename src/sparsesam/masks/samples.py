@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     default_collate,
 )
 
@@ -57,6 +58,8 @@ def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: in
 def _chosen(loader: DataLoader[Any], batches: Iterable[Iterable[int]]) -> Sequence[int]:
     """Returns the indices that the loader's own sampler may draw."""
     drawn = loader.sampler if type(batches) is BatchSampler else itertools.chain.from_iterable(batches)
+    if isinstance(drawn, SubsetRandomSampler):  # iterated, it would draw from its generator, which training uses
+        return list(drawn.indices)
     if isinstance(drawn, (SequentialSampler, RandomSampler, DistributedSampler)):
         # The whole dataset, also for a distributed sampler: all ranks make the same mask.
         return range(len(cast(Sized, loader.dataset)))

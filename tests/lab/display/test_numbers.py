@@ -12,6 +12,7 @@ from sparsesam.lab.display.numbers import number, percent, ratio, significant
         (0.5000001, "0.5"),
         (1234567, "1,234,567"),
         (849.3, "849"),
+        (999.7, "1,000"),
         (12.345, "12.3"),
         (0.00123, "0.00123"),
         (1.2345e-7, "1.23e-07"),

@@ -75,7 +75,7 @@ def test_damaged_or_deleted_settings_stop_in_one_line(runs, capsys, damage, code
     [
         ("config.yaml", replace_by_other, "started with other settings"),
         ("last.pt", replace_by_other, r"last\.pt or .* is of another run"),
-        ("last.pt", lambda file: file.unlink(), r"last\.pt is missing, although best\.pt was written after it"),
+        ("last.pt", lambda file: file.unlink(), r"last\.pt is missing, although best\.pt came after it"),
         ("best.pt", lambda file: file.unlink(), r"best\.pt is missing or not of the best epoch"),
         ("best.pt", replace_by_other, r"best\.pt or .* is of another run"),
         ("masks/00000006.pt", halve, r"00000006\.pt is damaged or truncated"),
@@ -85,6 +85,14 @@ def test_run_with_damaged_missing_or_foreign_file_does_not_resume(runs, name, da
     damage(runs / "stopped" / name)
     with pytest.raises((RunError, ValueError), match=reason):
         resumed(runs / "stopped")
+
+
+def test_a_finished_run_without_checkpoints_is_not_extended_from_nothing(runs):
+    for name in ("last.pt", "best.pt"):
+        (runs / "finished" / name).unlink()
+    with pytest.raises(RunError, match=r"last\.pt is missing, although result\.json came after it"):
+        train(runs / "finished", resume=True, epochs=9, **SPARSE)
+    assert (runs / "finished" / "result.json").exists()
 
 
 def test_weights_of_another_run_are_neither_evaluated_nor_exported(runs):

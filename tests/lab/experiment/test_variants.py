@@ -61,7 +61,7 @@ def test_cost_is_time_if_all_finished_variants_were_measured_together(variants, 
     )
     found = costs_of(variants, [calibration] if seconds else [])
     assert [found.values[one] for one in variants] == expected
-    reference = "sgd" if SGD.label == variants[0].label else "a plain step"
+    reference = "sgd" if SGD.label == variants[0].label else "a plain run"
     assert (found.measure, found.reference) == (measure, reference)
     assert ("measured together, interleaved on a chip" in found.explanation) == (measure == "time")
     assert found.show(variants[0]) == f"{expected[0]:.2f} × {reference}’s {measure}"

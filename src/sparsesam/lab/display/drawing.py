@@ -122,8 +122,9 @@ def _draw_panel(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
             low, high = getattr(axes, f"get_{name}lim")()
             if 0 < high < 30 * low:  # one or two powers of ten are too few labels
                 values = [value for value in _TICKS if low <= value <= high]
-                getattr(axes, f"set_{name}ticks")(values, [f"{value:g}" for value in values], minor=False)
-                getattr(axes, f"set_{name}ticks")([], minor=True)
+                if len(values) > 1:  # otherwise matplotlib's are better
+                    getattr(axes, f"set_{name}ticks")(values, [f"{value:g}" for value in values], minor=False)
+                    getattr(axes, f"set_{name}ticks")([], minor=True)
         if axis.whole:
             axes.locator_params(axis=name, integer=True)
 

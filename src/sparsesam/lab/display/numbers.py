@@ -29,7 +29,7 @@ def significant(value: Number) -> str:
     if (value := number(value)) is None:
         return MISSING
     is_whole = value.is_integer() and abs(value) < 1e15
-    return f"{value:,.0f}" if is_whole or 1e3 <= abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:,.0f}" if is_whole or 999.5 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def percent(share: Number, error: Number = None) -> str:

@@ -106,8 +106,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         content = next((content[key] for key in _KEYS if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path} must contain a state_dict; torch.save(model.state_dict(), PATH)")
-    for prefix in ("module.", "_orig_mod."):  # of DDP and torch.compile
-        consume_prefix_in_state_dict_if_present(content, prefix)
+    for prefix in ("module.", "_orig_mod."):  # of DDP, of averaged models (which count) and of torch.compile
+        if all(name.startswith(prefix) for name in content if name != "n_averaged"):
+            consume_prefix_in_state_dict_if_present(content, prefix)
     return content
 
 

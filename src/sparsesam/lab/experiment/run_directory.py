@@ -77,7 +77,10 @@ class RunDirectory:
 
     def check(self, config: TrainConfig, *, resume: bool) -> None:
         """Raise ValueError or RunError if the run may not start in this directory; writes nothing."""
-        place = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        try:
+            place = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        except OSError as error:  # a name that is too long
+            raise ValueError(f"{self.path} cannot be a directory ({error.strerror}); choose another --out") from error
         if not (place.is_dir() and os.access(place, os.W_OK)):
             raise ValueError(f"{place} is not a directory that can be written to; choose another --out")
         if resume and self.config.exists():
@@ -93,10 +96,11 @@ class RunDirectory:
                     f"{self.path} has a finished run of {plural(saved.epochs, 'epoch')}; a larger --epochs extends it, "
                     "another --out starts a new one"
                 )
-            if self.best.exists() and not self.last.exists():
+            later = [path.name for path in (self.best, self.result) if path.exists()]
+            if later and not self.last.exists():
                 raise RunError(
-                    f"{self.last} is missing, although best.pt was written after it; restore it, or delete best.pt to "
-                    "train from the beginning"
+                    f"{self.last} is missing, although {' and '.join(later)} came after it; restore it, or "
+                    "choose another --out to train from the beginning"
                 )
         elif self.result.exists():
             raise ValueError(f"{self.path} has a finished run; choose another --out for a new one")

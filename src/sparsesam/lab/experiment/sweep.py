@@ -119,6 +119,8 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
         title = convert("title", content.get("title", name), str)
         given = content.get("seeds", 1) if seeds is None else seeds
         chosen = convert("seeds", given, PositiveInt | tuple[int, ...])
+        if not isinstance(chosen, int) and (not chosen or len(set(chosen)) < len(chosen)):
+            raise ValueError(f"seeds must be a number, or a list without repetitions, got {list(chosen)}")
         return Sweep(title, _variants(content, overrides), range(chosen) if isinstance(chosen, int) else chosen)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error

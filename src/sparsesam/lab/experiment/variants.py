@@ -122,15 +122,13 @@ def costs_of(variants: Sequence[Variant[Any]], calibrations: Iterable[SweepCalib
 def _relative(measure: Literal["time", "passes"], explanation: str, costs: Mapping[Variant[Any], Number]) -> Costs:
     """Convert costs per epoch or step to costs of whole runs, in units of the first plain variant's.
 
-    Without one, passes are counted in those of a plain step.
+    Without one, passes are counted in those of a plain run as long as the shortest.
     """
     plain = next((variant for variant, cost in costs.items() if variant.config.is_plain and cost), None)
-    if plain is None:
-        return Costs(measure, "a plain step", explanation, costs)
     epochs = {variant: variant.mean("epochs") or variant.config.epochs for variant in costs}
-    unit = (costs[plain] or 1.0) * epochs[plain]
+    unit = min(epochs.values(), default=1.0) if plain is None else (costs[plain] or 1.0) * epochs[plain]
     values = {variant: cost and cost * epochs[variant] / unit for variant, cost in costs.items()}
-    return Costs(measure, plain.label, explanation, values)
+    return Costs(measure, "a plain run" if plain is None else plain.label, explanation, values)
 
 
 def results_table(variants: Sequence[Variant[Any]], costs: Costs) -> Table:

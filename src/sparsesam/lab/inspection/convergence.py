@@ -142,7 +142,7 @@ class ConvergenceAnalysis(Analysis[ConvergenceResult]):
                 ends = (found.measured - found.deviation).tolist(), (found.measured + found.deviation).tolist()
                 bars = None if np.isnan(found.deviation).any() else list(zip(*ends, strict=True))
                 printed = np.where(found.bound > 0, found.bound, np.nan)  # it can be 0 or less at T = 1
-                panels[f"{method}, {directory.label}"] = [
+                panels[", ".join(filter(None, (method, directory.label)))] = [
                     SeriesStyle("blue").series(f"measured, {method}", found.T, found.measured, bars=bars),
                     SeriesStyle("orange").series("bound, log T", found.T, printed),
                     SeriesStyle("green").series("bound, Σ 1/t", found.T, found.bound_harmonic),

@@ -55,13 +55,13 @@ def run_cost(config: TrainConfig) -> tuple[int, float, float]:
 
     A backward pass costs two forward passes, the optimizer's arithmetic nothing.
     """
-    images = SHAPES[config.dataset][-1]
+    flops, images = measure_model(config.model, config.dataset)[1], SHAPES[config.dataset][-1]
     per_epoch = math.ceil(min(config.train_size or images, images) / config.batch_size)
     steps = config.total_steps(per_epoch)
     passes = steps * passes_per_step(config, epochs=steps / per_epoch)
     if config.optimizer == "ssam-f":
         passes += math.ceil(steps / config.steps_between_masks(per_epoch)) * config.fisher_samples / config.batch_size
-    return steps, passes, passes * 3 * measure_model(config.model, config.dataset)[1] * config.batch_size
+    return steps, passes, passes * 3 * flops * config.batch_size
 
 
 def cost_table(recipe: Recipe, *, seeds: int, tflops: float) -> Table:
