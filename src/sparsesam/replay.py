@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsesam.utils import operators
 from sparsesam.utils.operators import Alias, Call, Entry, Kind, Output, storage_of
 
-#: Bytes that a convolution or a product reads in the time that it takes to record an operation and to find it again;
-#: the number of operations that are recorded in the time that it takes to begin.
-OPERATION, BEGINNING = 1 << 15, 10
+#: Bytes that operations must read, on average, for a tape to save more time on a CPU than it takes: all operations of a
+#: first pass go through Python, and batch norms run again. A tape as such costs as much as this number of operations.
+OPERATION, BEGINNING = 1 << 21, 10
 
 
 class _Watch(TorchFunctionMode):
