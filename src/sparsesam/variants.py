@@ -113,7 +113,9 @@ class ExtrapolatedSAM(OnePass):
         rho: the strength. Networks without batch normalization do not train with much more than 0.1; 0.005 looks one
             update ahead, as Nesterov's method does.
         mask: as in `SSAM`; only the updates of perturbed weights are kept.
-        rho_schedule, every, start: as in `SAM`.
+        rho_schedule: as in `SAM`.
+        every: as in `SAM`.
+        start: as in `SAM`.
 
     Examples:
         >>> opt = sparsesam.ExtrapolatedSAM(base, model, rho=0.05)
