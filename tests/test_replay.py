@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsesam
 from sparsesam import replay
 from sparsesam.replay import Tape
+from sparsesam.utils.restore import Snapshot, statistics_of
 from tests.torture.optimizers import interrupted_at_line
 
 
@@ -339,20 +341,30 @@ def test_memory_of_reused_outputs_is_handed_over():
 
 
 def test_reused_operations_are_those_of_a_plain_network():
-    """What autograd saves is alive: convolutions and ReLUs. Batch norms run again: their outputs died."""
+    """What autograd saves is alive: inputs of SiLU, not of ReLU, whose batch norm runs again."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
-        *(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+        *(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.SiLU()),
         *(nn.Flatten(), nn.Linear(4 * 16, 2)),
     )
     x, moved = torch.randn(2, 3, 8, 8), dict(model[7].named_parameters())
-    first, second, tape, seen = passes(lambda: model(x), moved=moved, hold=True)
+    restore = Snapshot(statistics_of(model.modules())).restore
+    first, second, tape, seen = passes(lambda: model(x), moved=moved, gap=restore, hold=True)
     assert torch.equal(first, second)
-    assert "convolution" not in seen
-    assert seen.count("native_batch_norm") == 2
-    assert "relu" not in seen
-    assert tape.reused == 3
+    assert {"convolution", "relu", "silu"}.isdisjoint(seen)
+    assert seen.count("native_batch_norm") == 1
+    assert tape.reused == 4
+
+
+def test_statistics_of_a_reused_batch_norm_are_updated():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.SiLU()).double()
+    statistics, x = statistics_of(model.modules()), torch.randn(4, 3, dtype=torch.float64)
+    once = copy.deepcopy(model)
+    once(x)
+    *_, seen = passes(lambda: model(x) * W, gap=Snapshot(statistics).restore, hold=True)
+    assert "native_batch_norm" not in seen
+    assert all(map(torch.equal, statistics, statistics_of(once.modules())))
 
 
 @pytest.mark.parametrize(("width", "recorded"), [(8, [0, 101]), (512, range(102))], ids=["small", "large"])

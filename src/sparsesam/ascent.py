@@ -56,6 +56,7 @@ class Step:
     written: Snapshot | None = None  # what a pass at w + e may write to
     hook: RemovableHandle | None = None  # of the model, while it is at w + e
     rng: RNGSnapshot | None = None  # random states at the start of the first pass
+    statistics: Snapshot | None = None  # running statistics there
     first: dict[Tensor, Tensor] = field(default_factory=dict)  # gradients of the first pass, if `combine` needs them
     kept: dict[str, Tensor] = field(default_factory=dict)  # by parameter name, what a variant needs until the end
     ascent_failed: bool = False  # the norm was not finite

@@ -15,7 +15,8 @@ collectives; compiled regions are operations), function transforms, subclasses, 
 
 **Reuse** needs an output that is alive at the end of the tape and not written or given away until the first pass is
 over, loss and backward included. Memory that somebody else holds then is copied. Random operations need the generator
-state that they had, and leave the one that they left.
+state that they had, and leave the one that they left. Batch norms and compiled regions need the statistics that they
+had, and leave those that they left: a step starts both passes with the same.
 
 Below any dispatch mode torch differentiates views of overwritten tensors by other formulas, which may round otherwise.
 Not seen are kernels outside of the dispatcher that write to memory which an operation has filled, operations of other
@@ -39,7 +40,7 @@ from sparsesam.utils import operators
 from sparsesam.utils.operators import Alias, Call, Entry, Kind, Output, storage_of
 
 #: Bytes that operations must read, on average, for a tape to save more time on a CPU than it takes: all operations of a
-#: first pass go through Python, and batch norms run again. A tape as such costs as much as this number of operations.
+#: first pass go through Python. A tape as such costs as much as this number of operations.
 OPERATION, BEGINNING = 1 << 21, 10
 
 
@@ -132,16 +133,15 @@ class _Mode(TorchDispatchMode):
             is_recorded |= storage in self.made and storage not in self.blank
         if not is_recorded:
             return None
-        # Statistics are updated and not read; a batch norm reads its first three arguments.
-        is_update = kind.is_batch_norm or kind.is_region
-        updated = {id(t) for t in written} - {id(a) for a in args[:3]} if is_update else set()
+        # A batch norm reads three arguments. Those that it updates are not compared on a device: it runs again.
+        unread = {id(t) for t in written if not t.is_cpu} - {id(a) for a in args[:3]} if kind.is_batch_norm else set()
         inputs = [
-            ("updated",) if id(t) in updated else self.describe(t, storage)
+            ("updated",) if id(t) in unread else self.describe(t, storage)
             for t, storage in zip(tensors, storages, strict=True)
         ]
         generator = operators.generator_of(tensors, others) if kind.is_seeded else None
         others += operators.conditions(generator)
-        return Call(kind, func, args, kwargs, tensors, storages, others, inputs, generator, bool(written))
+        return Call(kind, func, args, kwargs, tensors, storages, others, inputs, generator, written)
 
     def describe(self, t: Tensor, storage: int) -> tuple[Any, ...] | None:
         """Equal descriptions are equal values. None: the values themselves must be compared."""
@@ -184,7 +184,7 @@ class _Record(_Mode):
         ]
         out, values = call.run()
         tape.bytes += sum(t.nbytes for t in call.tensors)
-        can_reuse = kind.is_region or not (call.is_written or kind.is_blank)
+        can_reuse = not kind.is_blank and (not call.written or call.writes_statistics)
         for value in values:
             storage = storage_of(value) if isinstance(value, Tensor) and operators.is_plain(value) else None
             if storage is None:
@@ -201,10 +201,10 @@ class _Record(_Mode):
             outputs.append(value if can_reuse or isinstance(value, Output) else None)
         state = None if call.generator is None else call.generator.get_state()
         returns = type(out) if can_reuse else None
-        tape.entries.append(Entry(call.func, call.others, inputs, state, outputs, returns))
+        written = [t.clone() for t in call.written] if can_reuse else []
+        tape.entries.append(Entry(call.func, call.others, inputs, state, outputs, written, returns))
         if kind.is_region:  # of many outputs, all must live
             tape.entries[-1].keep()
-        call.update_statistics(values)
         return out
 
 
@@ -232,7 +232,6 @@ class _Replay(_Mode):
         for value, output in zip(values, entry.outputs, strict=True):
             if type(output) is Output:
                 self.adopt(call.kind, value, output.number)
-        call.update_statistics(values)
         return out
 
 

@@ -161,11 +161,8 @@ class SharpnessAware(PerturbingOptimizer):
             return last, self._found_nothing(last, OldGradients())
         first = None
         if step.first_passes:
-            # After a part of the batch, the last pass updates the running statistics: it sees the whole batch.
-            statistics = Snapshot(statistics_of(self.model.modules()) if fraction < 1 else [])
             with OldGradients(watched) as old, self._first_pass(step, narrows=narrows):
                 first = without_graph(closure(*part))  # otherwise it would keep activations during the second pass
-            statistics.restore()
             if self._found_nothing(first, old):
                 return first, True
         clears = step.first_passes > 0 or self.closure_accumulates
@@ -272,7 +269,7 @@ class SharpnessAware(PerturbingOptimizer):
     def _first_pass(self, step: Step, *, narrows: bool, between: bool = False) -> Iterator[None]:
         step.phase = Phase.FIRST
         if step.rng is None:
-            step.rng = self._rng.read()
+            step.rng, step.statistics = self._rng.read(), Snapshot(statistics_of(self.model.modules()))
         with restored_outside(self.model, self.base):
             if step.shortcuts is None:
                 yield
@@ -284,7 +281,7 @@ class SharpnessAware(PerturbingOptimizer):
 
     @contextmanager
     def _perturbed(self, step: Step, batch: Any, clears: bool, returns: bool) -> Iterator[None]:
-        """``clears``: gradients start from zero. ``returns``: running statistics are restored."""
+        """``clears``: gradients start from zero. ``returns``: running statistics are those of the first pass again."""
         step.phase = Phase.PERTURBED
         statistics = statistics_of(self.model.modules()) if returns else []
         step.written = Snapshot([*step.params.renormalized, *statistics])
@@ -317,10 +314,11 @@ class SharpnessAware(PerturbingOptimizer):
         step.params, step.masks = params, masks
 
     def _restart(self, step: Step) -> None:
-        """Clear the gradients, and return to the random states of the first pass."""
+        """Clear the gradients, and return to the random states and running statistics before the first pass."""
         self.base.zero_grad()
-        if step.rng is not None:
+        if step.rng is not None and step.statistics is not None:
             self._rng.write(step.rng)
+            step.statistics.restore()
 
     def _watch_unused(self, parameters: list[Tensor]) -> None:
         """Watch the gradients of these parameters until a step uses them, in place of earlier ones."""

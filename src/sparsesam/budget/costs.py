@@ -216,8 +216,7 @@ class _Trace(TorchDispatchMode):
         for storage, tensor in _storages(result).items():
             if storage not in read:
                 self._alive[storage] = place, StorageWeakRef(tensor.untyped_storage())
-        # A batch norm that is reused computes its statistics again, most of its cost.
-        is_reusable = kind.is_plain and kind.makes and not (kind.written or kind.is_blank or kind.is_batch_norm)
+        is_reusable = kind.is_plain and kind.makes and not (kind.written or kind.is_blank)
         self.is_reusable.append(is_reusable)
         self.freed.append(np.inf)
         self.forward.append(sum(multiply_adds(func, args, kwargs, result)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ _EMPTY = ["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
 _EXCHANGES_MEMORY = ["set_", "resize_", "resize_as_", "_resize_output_", "_efficientzerotensor"]
 # They update the running statistics, arguments 3 and 4, if argument 5 is true; their schemas do not say so.
 _BATCH_NORMS = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default}
-# In compiled code as in eager, products and sums of these are rounded one by one.
-_EXACT = (torch.float32, torch.float64, torch.int64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,7 +39,7 @@ class Kind(NamedTuple):
     is_blank: bool = False  # makes memory that has yet to be filled: empty or constant
     is_batch_norm: bool = False
     is_region: bool = False  # compiled code
-    statistics: tuple[tuple[int, float], ...] = ()  # inputs s of a region that it updates, s <- c * s + x, and their c
+    updates: tuple[int, ...] = ()  # inputs of a region that it writes to
     written: tuple[tuple[int, str], ...] | None = None  # arguments, by position and name; None: unknown
 
 
@@ -84,11 +81,11 @@ def _kind_of_overload(func: OpOverload) -> Kind:
 
 
 def _kind_of_region(region: Any, values: Sequence[Any]) -> Kind:
-    """Plain, if it draws no random numbers, and writes to its inputs only to update statistics in host memory."""
+    """Plain, if it draws no random numbers, and what it writes to are inputs in host memory."""
     graph = getattr(region.original_gm, "graph", None)
     if graph is None or torch._functorch.config.donated_buffer:
         return _UNKNOWN
-    inputs, statistics = [node for node in graph.nodes if node.op == "placeholder"], []
+    inputs, updates = [node for node in graph.nodes if node.op == "placeholder"], []
     for node in graph.nodes:
         if node.op != "call_function" or node.target.__module__ in ("_operator", "math"):  # sizes, items
             continue
@@ -96,32 +93,17 @@ def _kind_of_region(region: Any, values: Sequence[Any]) -> Kind:
         if not kind.is_plain or kind.is_seeded or kind.is_batch_norm or "inductor_" in str(node.target):
             return _UNKNOWN
         if kind.written:
-            factor, index = _factor(node), inputs.index(node.args[0]) if node.args[0] in inputs else None
-            # Of other types, c * s + x may be rounded once, or wrap around.
-            if factor is None or index is None or not values[index].is_cpu or values[index].dtype not in _EXACT:
+            index = inputs.index(node.args[0]) if node.args[0] in inputs else None
+            if index is None or not values[index].is_cpu:
                 return _UNKNOWN
-            statistics.append((index, factor))
-    return Kind(is_plain=True, makes=True, is_region=True, statistics=tuple(statistics), written=())
-
-
-def _factor(copy: Any) -> float | None:
-    """The c of a write s <- c * s + x, if s is neither read otherwise nor returned; None of other writes."""
-    old, new = copy.args[:2]
-    if new.target is not _aten.add.Tensor or new.kwargs or new.args[0] is new.args[1]:
-        return None
-    is_product = [getattr(term, "target", None) is _aten.mul.Tensor and term.args[0] is old for term in new.args]
-    factor, readers = 1, {old: {copy, new}, new: {copy}, copy: set()}
-    if any(is_product):
-        product = new.args[is_product.index(True)]
-        factor, readers = product.args[1], {old: {copy, product}, product: {new}, new: {copy}, copy: set()}
-    is_update = all(node.users.keys() == users for node, users in readers.items())
-    return factor if is_update and isinstance(factor, (int, float)) and 0 < factor < math.inf else None
+            updates.append(index)
+    return Kind(is_plain=True, makes=True, is_region=True, updates=tuple(updates), written=())
 
 
 def written_by(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     if kind.written is None:
         return split(args, kwargs)[0]
-    found: list[Any] = [args[1][i] for i, _ in kind.statistics]
+    found: list[Any] = [args[1][i] for i in kind.updates]
     if kind.is_batch_norm and args[5]:
         found.extend(args[3:5])
     for i, name in kind.written:
@@ -233,24 +215,17 @@ class Call(NamedTuple):
     others: list[Any]  # arguments, and conditions
     inputs: list[Any]  # a description of each tensor
     generator: torch.Generator | None
-    is_written: bool  # to any of its arguments
+    written: list[Tensor]  # arguments that it writes to
 
-    def run(self) -> tuple[Any, list[Any]]:
-        """What it returns, and the values in that; of a compiled region also what it adds to its statistics."""
-        args, added = self.args, []
-        if self.kind.statistics:  # c * -0.0 + x is x
-            inputs = list(args[1])
-            for i, _ in self.kind.statistics:  # compiled code relies on the strides of s
-                inputs[i] = inputs[i].new_empty_strided(inputs[i].size(), inputs[i].stride()).fill_(-0.0)
-                added.append(inputs[i])
-            args = args[0], inputs
-        out = self.func(*args, **self.kwargs)
-        return out, [*(out if isinstance(out, (tuple, list)) else [out]), *added]
+    @property
+    def writes_statistics(self) -> bool:
+        """Whether what it writes can be compared and written again: small tensors in host memory."""
+        return (self.kind.is_batch_norm or self.kind.is_region) and all(t.is_cpu for t in self.written)
 
-    def update_statistics(self, values: list[Any]) -> None:
-        statistics = self.kind.statistics
-        for (i, factor), x in zip(statistics, values[len(values) - len(statistics) :], strict=True):
-            self.args[1][i].mul_(factor).add_(x)
+    def run(self) -> tuple[Any, Sequence[Any]]:
+        """What it returns, and the values in that."""
+        out = self.func(*self.args, **self.kwargs)
+        return out, out if isinstance(out, (tuple, list)) else [out]
 
 
 class Output:
@@ -296,6 +271,7 @@ class Entry:
     inputs: list[Any]  # as in a call, or a stride and a copy
     state: Tensor | None  # that it left in the generator
     outputs: list[Any]
+    written: list[Tensor]  # what it left in the statistics that it writes
     returns: type | None  # None: it always runs
 
     def made(self) -> list[Output]:
@@ -316,14 +292,15 @@ class Entry:
             else:
                 output.kept = None
 
-    def again(self, call: Call) -> tuple[Any, list[Any]]:
+    def again(self, call: Call) -> tuple[Any, Sequence[Any]]:
         """As ``Call.run``, without running."""
         assert self.returns is not None
         values = [o.again(call) if isinstance(o, (Output, Alias)) else o for o in self.outputs]
-        returned = values[: len(values) - len(call.kind.statistics)]
         if call.generator is not None and self.state is not None:
             call.generator.set_state(self.state)
-        return self.returns(returned) if self.returns in (tuple, list) else returned[0], values
+        for t, value in zip(call.written, self.written, strict=True):
+            t.copy_(value)
+        return self.returns(values) if self.returns in (tuple, list) else values[0], values
 
     def difference(self, call: Call) -> str:
         """Of a call in the second pass; empty: its result is the same."""

@@ -29,28 +29,19 @@ class Snapshot:
             torch._foreach_copy_(values, group)
 
     @torch.no_grad()
-    def restore(self, *, only_changed: bool = False) -> None:
-        """Write the values back; ``only_changed``: not to tensors that still have them.
-
-        A graph that saved a tensor is valid until the tensor is written to, even with the same values. Values are
-        compared because batch normalization writes without raising version counters; an accelerator synchronizes.
-        """
+    def restore(self) -> None:
         for group, values in self._saved:
-            if only_changed:
-                for tensor, value in zip(group, values, strict=True):
-                    if not torch.equal(tensor, value):
-                        tensor.copy_(value)
-            else:
-                torch._foreach_copy_(group, values)
+            torch._foreach_copy_(group, values)
 
 
 def statistics_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Returns the running statistics of layers in training mode.
 
-    Layers are recognized by the names of their buffers, so that custom normalization layers are included.
+    Layers are recognized by the names of their buffers, so that custom normalization layers are included. What is
+    written to them does not raise version counters, as in batch normalization: graphs that saved them stay valid.
     """
     return [
-        buffer
+        buffer.data
         for module in modules
         if getattr(module, "training", False)  # frozen ScriptModules lack this attribute
         for name, buffer in module._buffers.items()  # as named_buffers() does, which is slow for every step
@@ -95,7 +86,8 @@ def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: boo
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        stack.callback(Snapshot(buffer for *_, buffer in buffers).restore, only_changed=True)
+        # Graphs that saved a buffer stay valid if its version is not raised.
+        stack.callback(Snapshot(buffer.data for *_, buffer in buffers).restore)
         for holder, name, buffer in buffers:
             stack.callback(operator.setitem, holder, name, buffer)
         yield
