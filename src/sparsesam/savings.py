@@ -21,6 +21,7 @@ from sparsesam.filters import FilterLayers, WeightGradient, weight_gradient
 from sparsesam.masks.packed import PackedMask
 from sparsesam.options import Options
 from sparsesam.replay import Tape
+from sparsesam.utils.operators import nodes_of
 from sparsesam.wrapper import PerturbedParams
 
 
@@ -143,7 +144,8 @@ class Shortcuts:
         with torch._C.DisableTorchFunction():
             inputs = [p for p in self.inputs or () if p.requires_grad]
             # torch refuses to differentiate a reentrant checkpoint in part.
-            is_full = not inputs or has_reentrant_checkpoint(loss)
+            checkpoint = "CheckpointFunctionBackward"
+            is_full = not inputs or any(type(node).__name__ == checkpoint for node in nodes_of([loss.grad_fn]))
         if is_full:
             loss.backward(**options)
             return
@@ -204,16 +206,3 @@ def _why_nothing(options: Options, params: PerturbedParams, is_due: bool, moved:
     if params.shards is not None:
         return "parameters are sharded (fully_shard, DTensor): they are gathered in every forward and backward"
     return "" if moved else "nothing is perturbed"
-
-
-def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Whether a reentrant torch.utils.checkpoint is in the graph of the loss."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            if type(node).__name__ == "CheckpointFunctionBackward":
-                return True
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return False

@@ -35,7 +35,6 @@ from sparsesam.filters import FilterLayers, WeightGradient, weight_gradient
 from sparsesam.masks.packed import PackedMask
 from sparsesam.utils import operators
 from sparsesam.utils.batches import call_model
-from sparsesam.utils.graph import leaf_of, nodes_of, tensors_in
 from sparsesam.utils.restore import preserve_model_state
 
 Flags = npt.NDArray[np.bool_]
@@ -225,11 +224,11 @@ class _Trace(TorchDispatchMode):
     @contextmanager
     def following(self, outputs: Sequence[Tensor]) -> Iterator[None]:
         """Around the backward of these outputs."""
-        nodes = set(nodes_of([tensor.grad_fn for tensor in outputs]))
-        leaves = {node: leaf for node in nodes if (leaf := leaf_of(node)) is not None}
+        nodes = set(operators.nodes_of(tensor.grad_fn for tensor in outputs))
+        leaves = {node for node in nodes if type(node).__name__ == "AccumulateGrad"}
         bits = {id(parameter): self.bits[name] for name, parameter in self._parameters.items()}
-        self._leads_to = {node: bits.get(id(leaf), 0) for node, leaf in leaves.items()}
-        for node in sorted(nodes - leaves.keys(), key=lambda node: node._sequence_nr()):  # made after those it leads to
+        self._leads_to = {node: bits.get(id(node.variable), 0) for node in leaves}
+        for node in sorted(nodes - leaves, key=lambda node: node._sequence_nr()):  # made after those it leads to
             self._leads_to[node] = 0
             for following, _ in node.next_functions:
                 self._leads_to[node] |= self._leads_to.get(following, 0)
@@ -275,3 +274,14 @@ def _storages(*trees: Any) -> dict[int, Tensor]:
     """Returns a tensor on each storage; those of sparse and nested tensors are left out."""
     plain = (t for t in tensors_in(trees) if t.layout is torch.strided and not t.is_nested)
     return {storage_of(tensor): tensor for tensor in plain}
+
+
+def tensors_in(*trees: Any) -> list[Tensor]:
+    """Returns the tensors in tuples, lists and dictionaries, in order."""
+    found: list[Tensor] = []
+    for tree in trees:
+        if isinstance(tree, Tensor):
+            found.append(tree)
+        elif isinstance(tree, (tuple, list, dict)):
+            found += tensors_in(*(tree.values() if isinstance(tree, dict) else tree))
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -173,6 +173,17 @@ def checksum(t: Tensor) -> int:
 
 def has_storage(t: Tensor) -> bool:
     return t.layout is torch.strided and not t.is_nested
+
+
+def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield all nodes of the autograd graph that can be reached from ``roots``."""
+    waiting, seen = list(roots), set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 def is_plain(t: Tensor) -> bool:
