@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsesam.masks.kept_entries import dense_entries, kept_entries, kept_in, put_entries
-from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.packed import PackedMask, dense_entries, kept_entries, kept_in, put_entries
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
 
@@ -178,5 +177,5 @@ class OwnState:
         state.counters = Counters(**{key: values[key] for key in asdict(Counters())})
         return state
 
-    def _masks_of(self, kind: str) -> Mapping[str, PackedMask] | None:
-        return None if kind in self.whole else self.masks.masks
+    def _masks_of(self, kind: str) -> Mapping[str, PackedMask]:
+        return {} if kind in self.whole else self.masks.masks or {}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import ShardLayout, Shards
-from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, scores_of
+from sparsesam.masks.patterns.base import Pattern
 from sparsesam.masks.patterns.structured import Units
-from sparsesam.masks.select import BoolMasks, Tensors, check_scores, count_true, top_mask
+from sparsesam.masks.select import BoolMasks, Tensors, Unit, check_scores
 from sparsesam.utils.checks import check_choice, check_count
 
 GroupAxis = Literal["output", "input", "filters"]
@@ -57,13 +57,15 @@ class NM(Pattern):
         """1 - n / m."""
         return 1 - self.n / self.m
 
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
+    @property
+    def _drawn_by(self) -> Unit | None:
+        return "filter" if self.axis == "filters" else None
+
+    def _grow(self, scores: Tensors, first: Tensors | None, sparsity: float, shards: Shards) -> BoolMasks:
         if self.axis == "filters":
             units = Units("filter", shards)
-            rows = _rows(units, units.scores(choice))
-            kept = None if first is None else _rows(units, units.kept(first))
-            return _expand(units, self._of_rows._grow(rows, kept, rows, sparsity, Shards.whole(rows)), like)
-        scores = scores_of(choice, like, shards)
+            rows, kept = _rows(units, units.scores(scores)), None if first is None else _rows(units, units.kept(first))
+            return units.expand(self._of_rows._grow(rows, kept, sparsity, Shards.whole(rows)), scores)
         check_scores(scores, shards)
         groups = self._groups(shards)
         masks = dict(first or _outside_groups({name: s > -math.inf for name, s in scores.items()}, groups))
@@ -75,16 +77,15 @@ class NM(Pattern):
             group.of(masks[name]).copy_(group.layout.of(chosen) if group.is_cut else chosen)
         return masks
 
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
+    def _drop(self, keep: Tensors, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         if self.axis == "filters":
             units = Units("filter", shards)
-            scores, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
-            return _expand(units, self._of_rows._drop(scores, kept, sparsity, ratio, Shards.whole(kept)), masks)
+            rows, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
+            return units.expand(self._of_rows._drop(rows, kept, sparsity, ratio, Shards.whole(rows)), masks)
         outside = _outside_groups(masks, self._groups(shards))  # fixed by the pattern, never dropped
         inside = {name: mask & ~outside[name] for name, mask in masks.items()}
-        left = left_after_drop(count_true(inside, shards), ratio)
-        kept = top_mask(scores_of(keep, masks, shards), left, among=inside, shards=shards)
-        return {name: mask | kept[name] for name, mask in outside.items()}
+        left = super()._drop(keep, inside, sparsity, ratio, shards)
+        return {name: mask | left[name] for name, mask in outside.items()}
 
     @property
     def _of_rows(self) -> NM:
@@ -132,11 +133,6 @@ def _rows(units: Units, values: Tensor) -> dict[str, Tensor]:
     """Returns one number per filter, (O, 1) for tensors with two or more dimensions, so that a filter is a row."""
     parts = units.shards.parts
     return {name: v[:, None] if len(parts[name].shape) >= 2 else v for name, v in units.by_tensor(values).items()}
-
-
-def _expand(units: Units, rows: Tensors, like: Tensors) -> BoolMasks:
-    none = torch.empty(0, dtype=torch.bool)
-    return units.expand(torch.cat([none, *(row.reshape(-1) for row in rows.values())]), like)
 
 
 def choose_in_groups(scores: Tensor, first: Tensor, n: int, m: int, axis: GroupAxis) -> Tensor:
