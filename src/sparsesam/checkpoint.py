@@ -164,13 +164,12 @@ class OwnState:
                 f"the checkpoint must be of version {_VERSION}, got {values.get('version')}; "
                 "load it with the sparsesam that wrote it"
             )
-        self.masks.check_state_dict(values["mask"], tensors.get("mask", {}), model)
         placed = {
             kind: {name: tensor.to(parameters[name].device) for name, tensor in by_name.items() if name in parameters}
             for kind, by_name in tensors.items()
         }
         state = self.reset()
-        state.masks.load_state_dict(values["mask"], placed.get("mask", {}), parameters)
+        state.masks.load_state_dict(values["mask"], tensors.get("mask", {}), model, parameters)
         for kind in state.tensors:
             if values["set"].get(kind):
                 state.tensors[kind] = kept_in(placed.get(kind, {}), state._masks_of(kind), parameters)
