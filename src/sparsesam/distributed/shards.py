@@ -100,16 +100,11 @@ class ShardLayout:
             rest, stride = rest // len(index), stride * size
         return places
 
-    def as_matrix(self) -> ShardLayout:
-        """Returns the layout of the tensor reshaped to a matrix (O, everything else)."""
+    @property
+    def columns(self) -> Tensor:
+        """The columns that this rank holds of the tensor reshaped to a matrix (O, everything else)."""
         rest = ShardLayout(self.shape[1:], self.indices[1:], self.counts)
-        columns = rest.positions(torch.arange(math.prod(len(index) for index in rest.indices)))
-        return ShardLayout(torch.Size([self.shape[0], math.prod(rest.shape)]), (self.indices[0], columns), self.counts)
-
-    def first(self, sizes: tuple[int, int]) -> ShardLayout:
-        """Returns the layout of the first rows and columns of a matrix."""
-        inside = tuple(index[index < size] for index, size in zip(self.indices, sizes, strict=True))
-        return ShardLayout(torch.Size(sizes), inside, self.counts)
+        return rest.positions(torch.arange(math.prod(len(index) for index in rest.indices)))
 
 
 class Shards:
@@ -169,12 +164,12 @@ class Shards:
         """Returns the sum of each number over all ranks."""
         return [int(number) for number in self.sum(torch.tensor(numbers, dtype=torch.int64)).tolist()]
 
-    def gathered(self, part: Tensor, layout: ShardLayout) -> Tensor:
-        """Returns the whole matrix, gathered from the ranks' parts; float64, on the CPU."""
+    def gathered(self, name: str, part: Tensor) -> Tensor:
+        """Returns the whole tensor, gathered from the ranks' parts; float64, on the CPU."""
+        layout = self.parts[name]
         whole = torch.zeros(layout.shape, dtype=torch.float64)
-        if layout.counts:
-            rows, columns = layout.indices
-            whole[rows[:, None], columns] = part.double().cpu()
+        if layout.counts and part.numel():
+            whole.view(-1)[layout.positions(torch.arange(part.numel()))] = part.double().cpu().reshape(-1)
         return self.sum(whole)
 
     def norm(self, norm: float | Tensor) -> float | Tensor:
