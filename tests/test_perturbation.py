@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsesam import perturbation as pieces
-from sparsesam.masks.kept_entries import positions_of
-from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.packed import PackedMask, positions_of
 from sparsesam.perturbation import Perturbation, Target
 from tests import cases, oracles
 

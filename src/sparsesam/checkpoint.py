@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsesam.masks.kept_entries import dense_entries, kept_entries, kept_in, put_entries
-from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.packed import PackedMask, dense_entries, kept_entries, kept_in, put_entries
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
 
@@ -165,18 +164,17 @@ class OwnState:
                 f"the checkpoint must be of version {_VERSION}, got {values.get('version')}; "
                 "load it with the sparsesam that wrote it"
             )
-        self.masks.check_state_dict(values["mask"], tensors.get("mask", {}), model)
         placed = {
             kind: {name: tensor.to(parameters[name].device) for name, tensor in by_name.items() if name in parameters}
             for kind, by_name in tensors.items()
         }
         state = self.reset()
-        state.masks.load_state_dict(values["mask"], placed.get("mask", {}), parameters)
+        state.masks.load_state_dict(values["mask"], tensors.get("mask", {}), model, parameters)
         for kind in state.tensors:
             if values["set"].get(kind):
                 state.tensors[kind] = kept_in(placed.get(kind, {}), state._masks_of(kind), parameters)
         state.counters = Counters(**{key: values[key] for key in asdict(Counters())})
         return state
 
-    def _masks_of(self, kind: str) -> Mapping[str, PackedMask] | None:
-        return None if kind in self.whole else self.masks.masks
+    def _masks_of(self, kind: str) -> Mapping[str, PackedMask]:
+        return {} if kind in self.whole else self.masks.masks or {}

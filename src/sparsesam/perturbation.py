@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.kept_entries import positions_of
-from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.packed import PackedMask, positions_of
 
 Norm = Literal["full", "masked"]
 Radius = Literal["global", "layer", "element"]

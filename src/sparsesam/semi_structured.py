@@ -26,7 +26,7 @@ def can_pack(dy: Tensor, weight: Tensor, mask: PackedMask) -> bool:
     outputs, inputs = weight.shape
     rows = dy.numel() // dy.shape[-1]
     wanted = ((inputs, sizes.sparse_min_rows), (outputs, sizes.sparse_min_cols), (rows, sizes.dense_min_rows))
-    return all(size % multiple == 0 for size, multiple in wanted) and mask.is_n_of_m(2, 4)
+    return all(size % multiple == 0 for size, multiple in wanted) and mask.is_two_of_four
 
 
 def to_pack(weight: Tensor, mask: PackedMask) -> Tensor:

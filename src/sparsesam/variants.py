@@ -29,9 +29,8 @@ from torch.optim import Optimizer
 
 from sparsesam.ascent import Masks, Step
 from sparsesam.distributed.shards import Shards, is_sharded, local_part
-from sparsesam.masks.kept_entries import kept_entries, put_entries
 from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.packed import PackedMask
+from sparsesam.masks.packed import PackedMask, kept_entries, put_entries
 from sparsesam.perturbation import Norm, Target, is_usable
 from sparsesam.sam import SharpnessAware
 from sparsesam.schedules import RhoSchedule

@@ -114,13 +114,6 @@ def test_frozen_parameters_are_excluded_unless_named():
     torch.testing.assert_close(found.values, {"0.weight": expected["0.weight"]})
 
 
-@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"weight": torch.tensor([0.2, 1.0, 5.0]).double()}], ids=str)
-def test_loss_of_sample_is_loss_of_batch_of_one(options):
-    model, loss_fn = convnet(), nn.CrossEntropyLoss(**options)
-    found = fisher_diagonal(model, [images()], loss_fn)
-    torch.testing.assert_close(found.values, fisher_by_definition(model, *images(), loss_fn))
-
-
 def logits_loss(output, y):
     return total_square(output["logits"], y)
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from sparsesam.masks.kept_entries import dense_entries
+from sparsesam.masks.packed import dense_entries
 from tests import cases, oracles
 from tests.test_variants import METHODS as VARIANTS
 from tests.test_variants import extrapolated, method

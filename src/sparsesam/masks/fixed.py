@@ -85,7 +85,8 @@ class FixedMask(MaskRule):
         made = {}
         for name, p in context.parameters.items():
             if name in self.masks:
-                made[name] = context.part_of(name, self.masks[name])
+                whole_mask = self.masks[name]
+                made[name] = whole_mask if context.shards is None else context.shards.parts[name].of(whole_mask)
             else:
                 device = None if p.is_meta else p.device  # a parameter on the meta device has a mask with values
                 made[name] = torch.full(context.local[name].shape, p in whole, dtype=torch.bool, device=device)

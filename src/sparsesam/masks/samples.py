@@ -35,8 +35,9 @@ def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: in
     """
     check_count("count", count, "it is the number of samples")
     indices: Sequence[int]
+    fetch: Callable[[list[int]], Any]
     if _is_tensors(data):
-        indices, fetch = range(_equal_length(data)), partial(_rows, data)
+        indices, fetch = range(_equal_length(data)), lambda chosen: tree_map(lambda part: part[chosen], data)
     elif (
         isinstance(data, DataLoader)
         and data.batch_sampler is not None
@@ -52,7 +53,9 @@ def draw_batches(data: Any, count: int, *, generator: torch.Generator, chunk: in
             f"data must be a dataset, a DataLoader, a tuple of tensors or an iterable of batches, "
             f"got {type(data).__name__}"
         )
-    return _from_indices(indices, fetch, count, generator, chunk)
+    _check_found(len(indices), count)
+    drawn = torch.randperm(len(indices), generator=generator, device=generator.device)[:count].tolist()
+    return (fetch([indices[place] for place in drawn[start : start + chunk]]) for start in range(0, len(drawn), chunk))
 
 
 def _chosen(loader: DataLoader[Any], batches: Iterable[Iterable[int]]) -> Sequence[int]:
@@ -90,23 +93,10 @@ def _equal_length(data: Any) -> int:
     return lengths[0]
 
 
-def _rows(tensors: Any, indices: list[int]) -> Any:
-    return tree_map(lambda part: part[torch.tensor(indices)], tensors)
-
-
 def _collated(dataset: Any, collate: Callable[[list[Any]], Any], indices: list[int]) -> Any:
     if hasattr(dataset, "__getitems__"):
         return collate(dataset.__getitems__(indices))
     return collate([dataset[index] for index in indices])
-
-
-def _from_indices(
-    indices: Sequence[int], fetch: Callable[[list[int]], Any], count: int, generator: torch.Generator, chunk: int
-) -> Iterator[Any]:
-    _check_found(len(indices), count)
-    drawn = torch.randperm(len(indices), generator=generator, device=generator.device)[:count].tolist()
-    chosen = [indices[place] for place in drawn]
-    return (fetch(chosen[start : start + chunk]) for start in range(0, len(chosen), chunk))
 
 
 def _from_stream(batches: Iterable[Any], count: int) -> Iterator[Any]:
@@ -125,4 +115,4 @@ def _check_found(found: int, count: int) -> None:
     if found == 0:
         raise ValueError("data is empty; at least one sample is needed")
     if found < count:
-        warnings.warn(f"{count} samples were requested but data holds only {found}; using all {found}", stacklevel=4)
+        warnings.warn(f"{count} samples were requested but data holds only {found}; using all {found}", stacklevel=3)

@@ -45,10 +45,6 @@ class ScoreContext:
     def scores(self, score: Score) -> dict[str, Tensor]:
         return {name: local_part(values) for name, values in score(self).items()}
 
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """Returns this rank's part of a whole tensor that is shaped like the parameter."""
-        return whole if self.shards is None else self.shards.parts[name].of(whole)
-
     def gradient(self, name: str) -> Tensor:
         """Returns the ascent gradient at w (or the momentum, if that is the direction); zeros if there is none."""
         direction = self.directions.get(name)

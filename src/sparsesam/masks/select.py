@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from sparsesam.utils.checks import NonFiniteScoreError
 
 Tensors = Mapping[str, Tensor]
 BoolMasks = dict[str, Tensor]  # bool
+Unit = Literal["tensor", "filter", "column"]
 _DIGIT = 11  # bits
 
 
@@ -43,25 +45,56 @@ def top_mask(scores: Tensors, count: int, *, among: Tensors | None = None, shard
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}; 0 chooses nothing")
     wide = any(score.dtype == torch.float64 for score in scores.values())
-    dtype = torch.float64 if wide else torch.float32
-    values = {name: score.detach().reshape(-1).to(dtype) for name, score in scores.items()}
-    allowed = {name: value > -math.inf for name, value in values.items()}
+    values = {name: s.detach().reshape(-1).to(torch.float64 if wide else torch.float32) for name, s in scores.items()}
+    chosen = {name: value > -math.inf for name, value in values.items()}
     for name, mask in (among or {}).items():
-        allowed[name] &= mask.reshape(-1)
-    chosen = _largest(values, allowed, count, shards)
+        chosen[name] &= mask.reshape(-1)
+    if count_true(chosen, shards) > count:
+        threshold = kth_largest(values, chosen, count, shards) if count else math.inf
+        for name, mask in chosen.items():
+            mask &= values[name] >= threshold
+        if surplus := count_true(chosen, shards) - count:
+            _clear_last(values, threshold, chosen, surplus, shards)
     return {name: mask.view(scores[name].shape) for name, mask in chosen.items()}
 
 
-def random_scores(like: Tensors, *, generator: torch.Generator, shards: Shards | None = None) -> dict[str, Tensor]:
+def _clear_last(values: Tensors, tied_at: float, chosen: Tensors, surplus: int, shards: Shards) -> None:
+    """Clear the last ``surplus`` of the chosen entries with this value."""
+    tied = {name: ((values[name] == tied_at) & mask).nonzero().squeeze(1) for name, mask in chosen.items()}
+    positions, offset = {}, 0
+    for name, places in tied.items():
+        positions[name] = offset + shards.parts[name].positions(places)
+        offset += shards.parts[name].shape.numel()
+    every = {name: torch.ones_like(places, dtype=torch.bool) for name, places in tied.items()}
+    first_left_out = kth_largest(positions, every, surplus, shards)
+    for name, mask in chosen.items():
+        mask[tied[name]] = positions[name] < first_left_out
+
+
+def axis_of(unit: Unit, dimensions: int) -> int | None:
+    """Returns the dimension along which units are counted; None: the tensor is one unit."""
+    if unit == "tensor" or dimensions == 0:
+        return None
+    return 0 if dimensions == 1 or unit == "filter" else 1
+
+
+def random_scores(
+    like: Tensors, *, generator: torch.Generator, unit: Unit | None = None, shards: Shards | None = None
+) -> dict[str, Tensor]:
     """Draw float32 scores, uniform in [0, 1), with the shapes and devices of ``like``; on the generator's device.
 
     The largest k of d are a uniformly random set, except for ties: about d / 2^24 entries share the smallest chosen
-    score, and the earlier of them are chosen. Every rank draws whole tensors, one at a time, and keeps its part.
+    score, and the earlier of them are chosen. With a ``unit``, all weights of one have the same score. Every rank draws
+    for whole tensors, one at a time, and keeps its part.
     """
     parts = (shards or Shards.whole(like)).parts
     drawn = {}
     for name, tensor in like.items():
-        whole = torch.rand(parts[name].shape, generator=generator, device=generator.device)
+        shape = sizes = parts[name].shape
+        if unit is not None:
+            axis = axis_of(unit, len(shape))
+            sizes = torch.Size(size if dim == axis else 1 for dim, size in enumerate(shape))
+        whole = torch.rand(sizes, generator=generator, device=generator.device).expand(shape)
         drawn[name] = parts[name].of(whole).to(tensor.device)
     return drawn
 
@@ -83,28 +116,6 @@ def check_scores(scores: Tensors, shards: Shards) -> None:
         raise NonFiniteScoreError(
             f"{where}, which has no rank; replace it (-inf is never chosen) or find where the gradient overflowed"
         )
-
-
-def _largest(values: Tensors, allowed: dict[str, Tensor], count: int, shards: Shards) -> dict[str, Tensor]:
-    """Mark the ``count`` largest allowed entries of flat tensors, or all if there are fewer; may return ``allowed``."""
-    if count_true(allowed, shards) <= count:
-        return allowed
-    if count == 0:
-        return {name: torch.zeros_like(mask) for name, mask in allowed.items()}
-    threshold = kth_largest(values, allowed, count, shards)
-    chosen = {name: (value >= threshold).logical_and_(allowed[name]) for name, value in values.items()}
-    surplus = count_true(chosen, shards) - count
-    if surplus:
-        tied = {name: ((values[name] == threshold) & mask).nonzero().squeeze(1) for name, mask in chosen.items()}
-        positions, offset = {}, 0
-        for name, places in tied.items():
-            positions[name] = offset + shards.parts[name].positions(places)
-            offset += shards.parts[name].shape.numel()
-        every = {name: torch.ones_like(places, dtype=torch.bool) for name, places in tied.items()}
-        first_left_out = kth_largest(positions, every, surplus, shards)
-        for name, mask in chosen.items():
-            mask[tied[name]] = positions[name] < first_left_out
-    return chosen
 
 
 def kth_largest(vectors: Tensors, allowed: Tensors, k: int, shards: Shards) -> float:

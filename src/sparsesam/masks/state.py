@@ -18,6 +18,7 @@ from sparsesam.distributed.shards import Shards, as_shard_of, local_part
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
+from sparsesam.masks.select import Tensors
 from sparsesam.utils.checks import NonFiniteScoreError, check_like_parameters
 
 _around_refresh: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("refresh", default=nullcontext)
@@ -141,24 +142,24 @@ class MaskState:
             for name, p in parameters.items()
         }
 
-    def check_state_dict(self, values: Mapping[str, Any] | None, masks: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Raise ValueError for masks that do not fit the model, or that are missing."""
+    def load_state_dict(
+        self, values: Mapping[str, Any] | None, masks: Tensors, model: nn.Module, parameters: Tensors
+    ) -> None:
+        """Load what `state_dict` returned; masks and parameters may be shards, then all ranks must call this.
+
+        Raises ValueError for masks that do not fit the model, or that are missing.
+        """
         if (values is None) != (self.rule is None):
             saved, mine = ("SAM", "SSAM") if values is None else ("SSAM", "SAM")
             raise ValueError(f"state_dict was saved by {saved}, but this is {mine}; load it into the same kind")
         if values is not None and values["is_made"] and not masks:
             raise ValueError("state_dict lacks the masks that were made; load all of the state that was saved")
         check_like_parameters("mask in state_dict", masks, dict(model.named_parameters()))
-
-    def load_state_dict(
-        self, values: Mapping[str, Any] | None, masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-    ) -> None:
-        """Load what `check_state_dict` accepted; masks and parameters may be shards, then all ranks must call this."""
         if values is None:
             return
         if values["is_made"]:
-            own = {name: parameters[name] for name in masks}
-            packed = {name: PackedMask.pack(local_part(mask, own[name])) for name, mask in masks.items()}
+            own = {name: parameters[name] for name in masks if name in parameters}
+            packed = {name: PackedMask.pack(local_part(masks[name], p)) for name, p in own.items()}
             self._hold(packed, {name: local_part(p) for name, p in own.items()}, Shards.of(own))
         else:
             self.masks = None

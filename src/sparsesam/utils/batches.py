@@ -18,14 +18,14 @@ def batch_size(batch: Any) -> int:
     raise ValueError(f"a batch must hold a tensor with samples in dimension 0, got {type(batch).__name__}")
 
 
-def leads_with(leaf: Any, size: int) -> bool:
-    """Whether ``leaf`` is a tensor with ``size`` samples in dimension 0."""
-    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() > 0 and len(leaf) == size
-
-
 def slice_batch(batch: Any, samples: slice, size: int) -> Any:
     """Slice every tensor that has ``size`` entries in dimension 0; anything else is left as it is."""
-    return tree_map(lambda leaf: leaf[samples] if leads_with(leaf, size) else leaf, batch)
+
+    def sliced(leaf: Any) -> Any:
+        is_whole = isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() > 0 and len(leaf) == size
+        return leaf[samples] if is_whole else leaf
+
+    return tree_map(sliced, batch)
 
 
 def to_device(batch: Any, device: torch.device | str) -> Any:

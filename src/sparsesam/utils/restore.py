@@ -119,16 +119,12 @@ class RNGState:
         self._devices = sorted((d for d in devices if d.type in ("cuda", "xpu", "mps")), key=str)
 
     def read(self) -> RNGSnapshot:
-        return (torch.get_rng_state(), *(_module(d).get_rng_state(*_index(d)) for d in self._devices))
+        return (torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(*_index(d)) for d in self._devices))
 
     def write(self, state: RNGSnapshot) -> None:
         torch.set_rng_state(state[0])
         for device, saved in zip(self._devices, state[1:], strict=True):
-            _module(device).set_rng_state(saved, *_index(device))
-
-
-def _module(device: torch.device):  # type: ignore[no-untyped-def]
-    return getattr(torch, device.type)
+            torch.get_device_module(device).set_rng_state(saved, *_index(device))
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:

@@ -11,7 +11,8 @@ from typing import cast, get_args
 
 from sparsesam.masks.patterns.base import Pattern, PerLayer, Unstructured
 from sparsesam.masks.patterns.n_of_m import NM, GroupAxis
-from sparsesam.masks.patterns.structured import Structured, Unit
+from sparsesam.masks.patterns.structured import Structured
+from sparsesam.masks.select import Unit
 from sparsesam.utils.checks import nearest
 
 __all__ = ["NM", "Pattern", "PerLayer", "Structured", "Unstructured", "as_pattern"]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.select import BoolMasks, Tensors, count_true, random_scores, top_mask
+from sparsesam.masks.select import BoolMasks, Tensors, Unit, count_true, random_scores, top_mask
 from sparsesam.utils.checks import check_bool, is_within
 
-# Scores, whose largest are chosen, or a generator, which draws uniformly over the pattern's units.
-Choice = Tensors | torch.Generator
 
-
-class Pattern(ABC):
-    """A family of allowed masks.
+class Pattern:
+    """A family of allowed masks: the base class of all patterns.
 
     With ``shards``, tensors are the parts that this rank holds, and all ranks must call together; masks are then the
     parts of the masks that one process would choose.
@@ -26,6 +22,11 @@ class Pattern(ABC):
     @property
     def implied_sparsity(self) -> float | None:
         """The sparsity that the pattern implies, or None if it must be given."""
+        return None
+
+    @property
+    def _drawn_by(self) -> Unit | None:
+        """The units that get one random number each; None: every weight."""
         return None
 
     def check_sparsity(self, sparsity: float | None) -> float:
@@ -49,19 +50,19 @@ class Pattern(ABC):
         Ties go to the earlier position; -inf is never chosen. Masks are contiguous bool tensors of the
         scores' shapes, on their device.
         """
-        return self._grow(scores, None, scores, self.check_sparsity(sparsity), shards or Shards.whole(scores))
+        return self._grow(scores, None, self.check_sparsity(sparsity), shards or Shards.whole(scores))
 
     def draw(
         self, like: Tensors, generator: torch.Generator, sparsity: float | None = None, *, shards: Shards | None = None
     ) -> BoolMasks:
         """Draw an allowed mask at random, uniformly over the pattern's units, with the budget of `select`."""
-        return self._grow(generator, None, like, self.check_sparsity(sparsity), shards or Shards.whole(like))
+        return self.select(self._scores(generator, like, shards or Shards.whole(like)), sparsity, shards=shards)
 
     def drop_and_grow(
         self,
         masks: Tensors,
-        keep: Choice,
-        grow: Choice,
+        keep: Tensors | torch.Generator,
+        grow: Tensors | torch.Generator,
         *,
         sparsity: float | None = None,
         ratio: float,
@@ -84,30 +85,35 @@ class Pattern(ABC):
         if not is_within(ratio, 0, 1):
             raise ValueError(f"ratio must be in [0, 1], got {ratio}; 0 keeps the mask, 1 drops all of it")
         check_bool("masks", masks)
-        for label, choice in (("keep", keep), ("grow", grow)):
-            if not isinstance(choice, torch.Generator):
-                _check_alike(masks, choice, label)
-        return self._grow(grow, self._drop(keep, masks, sparsity, ratio, shards), masks, sparsity, shards)
+        for label, scores in (("keep", keep), ("grow", grow)):
+            if not isinstance(scores, torch.Generator):
+                _check_alike(masks, scores, label)
+        left = self._drop(self._scores(keep, masks, shards), masks, sparsity, ratio, shards)
+        return self._grow(self._scores(grow, masks, shards), left, sparsity, shards)
 
-    @abstractmethod
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
-        """Returns the best allowed masks, shaped like ``like``, that contain ``first``; may modify ``first``."""
+    def _scores(self, scores: Tensors | torch.Generator, like: Tensors, shards: Shards) -> Tensors:
+        """Returns the scores, or random ones that are the same within a unit."""
+        if not isinstance(scores, torch.Generator):
+            return scores
+        return random_scores(like, generator=scores, unit=self._drawn_by, shards=shards)
 
-    @abstractmethod
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
+    def _grow(self, scores: Tensors, first: Tensors | None, sparsity: float, shards: Shards) -> BoolMasks:
+        """Returns the best allowed masks that contain ``first``; may modify ``first``."""
+        budget = round((1 - sparsity) * shards.total)
+        if first is None:
+            return self._best(scores, budget, None, shards)
+        free = {name: ~mask for name, mask in first.items()}
+        grown = self._best(scores, budget - count_true(first, shards), free, shards)
+        return {name: mask | first[name] for name, mask in grown.items()}
+
+    def _drop(self, keep: Tensors, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         """Returns the masks without the share ``ratio`` of kept weights with the smallest ``keep``."""
+        kept, budget = count_true(masks, shards), round((1 - sparsity) * shards.total)
+        return self._best(keep, min(kept - round(ratio * kept), budget), masks, shards)
 
-
-def scores_of(choice: Choice, like: Tensors, shards: Shards) -> Tensors:
-    return random_scores(like, generator=choice, shards=shards) if isinstance(choice, torch.Generator) else choice
-
-
-def weight_budget(shards: Shards, sparsity: float) -> int:
-    return round((1 - sparsity) * shards.total)
-
-
-def left_after_drop(kept: int, ratio: float) -> int:
-    return kept - round(ratio * kept)
+    def _best(self, scores: Tensors, count: int, among: Tensors | None, shards: Shards) -> BoolMasks:
+        """Mark the ``count`` weights with the largest scores ``among`` those of a mask."""
+        return top_mask(scores, count, among=among, shards=shards)
 
 
 def _check_alike(masks: Tensors, scores: Tensors, label: str) -> None:
@@ -122,18 +128,6 @@ def _check_alike(masks: Tensors, scores: Tensors, label: str) -> None:
 @dataclass(frozen=True)
 class Unstructured(Pattern):
     """Any set of weights: the global top-k, with exactly round((1 - sparsity) * d) ones."""
-
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
-        scores, budget = scores_of(choice, like, shards), weight_budget(shards, sparsity)
-        if first is None:
-            return top_mask(scores, budget, shards=shards)
-        free = {name: ~mask for name, mask in first.items()}
-        grown = top_mask(scores, budget - count_true(first, shards), among=free, shards=shards)
-        return {name: mask | first[name] for name, mask in grown.items()}
-
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
-        left = min(left_after_drop(count_true(masks, shards), ratio), weight_budget(shards, sparsity))
-        return top_mask(scores_of(keep, masks, shards), left, among=masks, shards=shards)
 
 
 @dataclass(frozen=True)
@@ -151,19 +145,19 @@ class PerLayer(Pattern):
         """The implied sparsity of the inner pattern."""
         return self.inner.implied_sparsity
 
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
+    @property
+    def _drawn_by(self) -> Unit | None:
+        return self.inner._drawn_by
+
+    def _grow(self, scores: Tensors, first: Tensors | None, sparsity: float, shards: Shards) -> BoolMasks:
         masks: BoolMasks = {}
-        for name, tensor in like.items():
+        for name, score in scores.items():
             own = None if first is None else {name: first[name]}
-            masks |= self.inner._grow(_only(name, choice), own, {name: tensor}, sparsity, shards.only(name))
+            masks |= self.inner._grow({name: score}, own, sparsity, shards.only(name))
         return masks
 
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
+    def _drop(self, keep: Tensors, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         left: BoolMasks = {}
         for name, mask in masks.items():
-            left |= self.inner._drop(_only(name, keep), {name: mask}, sparsity, ratio, shards.only(name))
+            left |= self.inner._drop({name: keep[name]}, {name: mask}, sparsity, ratio, shards.only(name))
         return left
-
-
-def _only(name: str, choice: Choice) -> Choice:
-    return choice if isinstance(choice, torch.Generator) else {name: choice[name]}

@@ -14,10 +14,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sparsesam.distributed.shards import ShardLayout, Shards
-from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, scores_of
+from sparsesam.distributed.shards import Shards
+from sparsesam.masks.patterns.base import Pattern
 from sparsesam.masks.patterns.structured import Units
-from sparsesam.masks.select import BoolMasks, Tensors, check_scores, count_true, top_mask
+from sparsesam.masks.select import BoolMasks, Tensors, Unit, check_scores
 from sparsesam.utils.checks import check_choice, check_count
 
 GroupAxis = Literal["output", "input", "filters"]
@@ -57,75 +57,65 @@ class NM(Pattern):
         """1 - n / m."""
         return 1 - self.n / self.m
 
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
+    @property
+    def _drawn_by(self) -> Unit | None:
+        return "filter" if self.axis == "filters" else None
+
+    def _grow(self, scores: Tensors, first: Tensors | None, sparsity: float, shards: Shards) -> BoolMasks:
         if self.axis == "filters":
             units = Units("filter", shards)
-            rows = _rows(units, units.scores(choice))
-            kept = None if first is None else _rows(units, units.kept(first))
-            return _expand(units, self._of_rows._grow(rows, kept, rows, sparsity, Shards.whole(rows)), like)
-        scores = scores_of(choice, like, shards)
+            rows, kept = _rows(units, units.scores(scores)), None if first is None else _rows(units, units.kept(first))
+            return units.expand(self._of_rows._grow(rows, kept, sparsity, Shards.whole(rows)), scores)
         check_scores(scores, shards)
-        groups = self._groups(shards)
-        masks = dict(first or _outside_groups({name: s > -math.inf for name, s in scores.items()}, groups))
-        for name, group in groups.items():
-            score, certain = group.of(scores[name].detach()), group.of(masks[name])
-            if group.is_cut:
-                score, certain = shards.gathered(score, group.layout), shards.gathered(certain, group.layout) > 0
-            chosen = choose_in_groups(score, certain, self.n, self.m, self.axis)
-            group.of(masks[name]).copy_(group.layout.of(chosen) if group.is_cut else chosen)
+        held, cut = self._groups(shards)
+        masks = dict(first or self._outside({name: s > -math.inf for name, s in scores.items()}, held))
+        for name in held:
+            score, mask = scores[name].detach(), masks[name]
+            if name in cut:
+                score, mask = shards.gathered(name, score), shards.gathered(name, mask) > 0
+            fill_groups(mask.flatten(1), score.flatten(1), self.n, self.m, 0 if self.axis == "output" else 1)
+            if name in cut:
+                masks[name].copy_(shards.parts[name].of(mask))
         return masks
 
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
+    def _drop(self, keep: Tensors, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         if self.axis == "filters":
             units = Units("filter", shards)
-            scores, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
-            return _expand(units, self._of_rows._drop(scores, kept, sparsity, ratio, Shards.whole(kept)), masks)
-        outside = _outside_groups(masks, self._groups(shards))  # fixed by the pattern, never dropped
+            rows, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
+            return units.expand(self._of_rows._drop(rows, kept, sparsity, ratio, Shards.whole(rows)), masks)
+        outside = self._outside(masks, self._groups(shards)[0])  # fixed by the pattern, never dropped
         inside = {name: mask & ~outside[name] for name, mask in masks.items()}
-        left = left_after_drop(count_true(inside, shards), ratio)
-        kept = top_mask(scores_of(keep, masks, shards), left, among=inside, shards=shards)
-        return {name: mask | kept[name] for name, mask in outside.items()}
+        left = super()._drop(keep, inside, sparsity, ratio, shards)
+        return {name: mask | left[name] for name, mask in outside.items()}
 
     @property
     def _of_rows(self) -> NM:
         """Returns the pattern of matrices (O, 1) with an entry for each filter, which every rank holds as a whole."""
         return replace(self, axis="output")
 
-    def _groups(self, shards: Shards) -> dict[str, _Groups]:
-        """Returns the groups of the tensors that have any, by name."""
-        axis = 0 if self.axis == "output" else 1
-        inside: dict[str, ShardLayout] = {}
+    def _groups(self, shards: Shards) -> tuple[dict[str, int], set[str]]:
+        """Returns how many rows or columns in groups this rank holds, by tensor; and tensors with a group that is cut.
+
+        Tensors without groups are left out.
+        """
+        held = {}
         for name, part in shards.parts.items():
-            if len(part.shape) < 2 or not part.shape.numel():
-                continue
-            matrix = part.as_matrix()
-            rows, columns = matrix.shape
-            rest = matrix.shape[axis] % self.m
-            inside[name] = matrix.first((rows - rest, columns) if axis == 0 else (rows, columns - rest))
-        held = [(layout.indices[axis] // self.m).bincount() for layout in inside.values()]  # of each group
-        cut = shards.sum_of(*(int(counts.remainder(self.m).any()) for counts in held)) if held else []
-        return {name: _Groups(layout, is_cut > 0) for (name, layout), is_cut in zip(inside.items(), cut, strict=True)}
+            if len(part.shape) > 1 and part.shape.numel():
+                size, index = part.shape[0], part.indices[0]
+                if self.axis != "output":
+                    size, index = math.prod(part.shape[1:]), part.columns
+                held[name] = index[index < size - size % self.m]
+        cut = [int((index // self.m).bincount().remainder(self.m).any()) for index in held.values()]
+        cut = shards.sum_of(*cut) if held else []
+        names = {name for name, ranks in zip(held, cut, strict=True) if ranks}
+        return {name: len(index) for name, index in held.items()}, names
 
-
-@dataclass(frozen=True)
-class _Groups:
-    """The part of a matrix that divides into groups: this rank's layout of it, and whether shards cut a group."""
-
-    layout: ShardLayout
-    is_cut: bool
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Returns a view of the entries in groups that this rank holds, of the im2col matrix (O, C * kh * kw)."""
-        rows, columns = self.layout.indices
-        return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))[: len(rows), : len(columns)]
-
-
-def _outside_groups(masks: Tensors, groups: Mapping[str, _Groups]) -> BoolMasks:
-    """Returns contiguous copies of the masks, cleared in groups."""
-    outside = {name: mask.clone(memory_format=torch.contiguous_format) for name, mask in masks.items()}
-    for name, group in groups.items():
-        group.of(outside[name]).fill_(False)
-    return outside
+    def _outside(self, masks: Tensors, held: Mapping[str, int]) -> BoolMasks:
+        """Returns contiguous copies of the masks, cleared in groups."""
+        outside = {name: mask.clone(memory_format=torch.contiguous_format) for name, mask in masks.items()}
+        for name, count in held.items():
+            outside[name].flatten(1).narrow(0 if self.axis == "output" else 1, 0, count).fill_(False)
+        return outside
 
 
 def _rows(units: Units, values: Tensor) -> dict[str, Tensor]:
@@ -134,25 +124,18 @@ def _rows(units: Units, values: Tensor) -> dict[str, Tensor]:
     return {name: v[:, None] if len(parts[name].shape) >= 2 else v for name, v in units.by_tensor(values).items()}
 
 
-def _expand(units: Units, rows: Tensors, like: Tensors) -> BoolMasks:
-    none = torch.empty(0, dtype=torch.bool)
-    return units.expand(torch.cat([none, *(row.reshape(-1) for row in rows.values())]), like)
+def fill_groups(mask: Tensor, scores: Tensor, n: int, m: int, axis: int) -> None:
+    """Add those of the largest scores to the mask that are missing to ``n`` of every ``m`` consecutive entries.
 
-
-def choose_in_groups(scores: Tensor, first: Tensor, n: int, m: int, axis: GroupAxis) -> Tensor:
-    """Mark the ``n`` largest of every ``m`` consecutive scores; ties go to the earlier position.
-
-    ``scores`` and ``first`` are matrices (O, K) that divide into groups along ``axis``. Entries of ``first`` are chosen
-    before the others and count towards ``n``; -inf is never chosen.
+    ``mask`` and ``scores`` are matrices (O, K), with groups along ``axis``; a remainder is left as it is. Ties go to
+    the earlier position; -inf is never chosen.
     """
-    chosen = torch.zeros_like(first)
-    if scores.numel():
-        kept = _members(first, m, axis)
+    kept, members = _members(mask, m, axis), _members(scores, m, axis)
+    if kept.numel():
         # Kept entries rank last, and lower the number still needed.
-        members = _members(scores, m, axis).masked_fill(kept, -math.inf)
+        members = members.masked_fill(kept, -math.inf)
         needed = n - kept.sum(0).clamp(max=n)
-        _members(chosen, m, axis).copy_((_ranks(members) < needed) & (members > -math.inf) | kept)
-    return chosen
+        kept |= (_ranks(members) < needed) & (members > -math.inf)
 
 
 def _ranks(members: Tensor) -> Tensor:
@@ -166,8 +149,8 @@ def _ranks(members: Tensor) -> Tensor:
     return ranks
 
 
-def _members(matrix: Tensor, m: int, axis: GroupAxis) -> Tensor:
+def _members(matrix: Tensor, m: int, axis: int) -> Tensor:
     """Returns a view (m, ...): the first members of all groups, the second members, and so on."""
-    dim = 0 if axis == "output" else 1
-    grouped: Tensor = matrix.unflatten(dim, (-1, m))
-    return grouped.movedim(dim + 1, 0)
+    groups = matrix.shape[axis] // m
+    grouped: Tensor = matrix.narrow(axis, 0, groups * m).unflatten(axis, (groups, m))
+    return grouped.movedim(axis + 1, 0)

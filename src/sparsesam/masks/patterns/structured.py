@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from sparsesam.distributed.shards import Shards
-from sparsesam.masks.patterns.base import Choice, Pattern, left_after_drop, weight_budget
-from sparsesam.masks.select import BoolMasks, Tensors, check_scores, count_true, random_scores
+from sparsesam.masks.patterns.base import Pattern
+from sparsesam.masks.select import BoolMasks, Tensors, Unit, axis_of, check_scores
 from sparsesam.utils.checks import check_choice
-
-Unit = Literal["tensor", "filter", "column"]
 
 
 @dataclass(frozen=True)
@@ -39,21 +37,22 @@ class Structured(Pattern):
         check_choice("unit", self.unit, get_args(Unit))
         check_choice("rounding", self.rounding, ("below", "reach"))
 
-    def _grow(self, choice: Choice, first: Tensors | None, like: Tensors, sparsity: float, shards: Shards) -> BoolMasks:
-        units = Units(self.unit, shards)
-        kept = torch.zeros_like(units.sizes, dtype=torch.bool) if first is None else units.kept(first)
-        left = weight_budget(shards, sparsity) - int(units.sizes[kept].sum())
-        fill = fill_greedily if self.rounding == "below" else fill_until_reached
-        grown = fill(units.scores(choice).masked_fill(kept, -math.inf), units.sizes, left)
-        return units.expand(kept | grown, like)
+    @property
+    def _drawn_by(self) -> Unit:
+        return self.unit
 
-    def _drop(self, keep: Choice, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
+    def _drop(self, keep: Tensors, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
+        if self.rounding == "reach":  # masks may exceed the budget
+            return replace(self, rounding="below")._drop(keep, masks, 0.0, ratio, shards)
+        return super()._drop(keep, masks, sparsity, ratio, shards)
+
+    def _best(self, scores: Tensors, count: int, among: Tensors | None, shards: Shards) -> BoolMasks:
         units = Units(self.unit, shards)
-        left = left_after_drop(count_true(masks, shards), ratio)
-        if self.rounding == "below":  # "reach" allows masks larger than the budget
-            left = min(left, weight_budget(shards, sparsity))
-        scores = units.scores(keep).masked_fill(~units.kept(masks), -math.inf)
-        return units.expand(fill_greedily(scores, units.sizes, left), masks)
+        of_units = units.scores(scores)
+        if among is not None:
+            of_units[~units.kept(among)] = -math.inf
+        fill = fill_greedily if self.rounding == "below" else fill_until_reached
+        return units.expand(units.by_tensor(fill(of_units, units.sizes, count)), scores)
 
 
 class Units:
@@ -68,23 +67,20 @@ class Units:
     def __init__(self, unit: Unit, shards: Shards) -> None:
         self.unit, self.shards = unit, shards
         shapes = {name: part.shape for name, part in shards.parts.items()}
-        self._axes = {name: _axis_of(unit, len(shape)) for name, shape in shapes.items()}
+        self._axes = {name: axis_of(unit, len(shape)) for name, shape in shapes.items()}
         self._counts = {name: 1 if axis is None else shapes[name][axis] for name, axis in self._axes.items()}
         sizes = [shape.numel() // max(1, self._counts[name]) for name, shape in shapes.items()]
         counts = torch.tensor(list(self._counts.values()), dtype=torch.int64)
         self.sizes = torch.tensor(sizes, dtype=torch.int64).repeat_interleave(counts)
 
-    def scores(self, choice: Choice) -> Tensor:
-        """Returns for each unit a random number or the mean score, in float64.
+    def scores(self, scores: Tensors) -> Tensor:
+        """Returns for each unit the mean score, in float64.
 
         Sums of equal float32 scores are exact in float64, so that equal units tie. An entry of -inf makes its unit
         -inf, even if the unit also holds +inf.
         """
-        if isinstance(choice, torch.Generator):
-            drawn = random_scores({name: torch.empty(n) for name, n in self._counts.items()}, generator=choice)
-            return torch.cat([torch.empty(0, dtype=torch.float64), *drawn.values()])
-        check_scores(choice, self.shards)
-        sums = self._gathered({name: self._view(name, score).double().sum((0, 2)) for name, score in choice.items()})
+        check_scores(scores, self.shards)
+        sums = self._gathered({name: self._view(name, score).double().sum((0, 2)) for name, score in scores.items()})
         means = sums / self.sizes.clamp(min=1)
         return means.masked_fill(means.isnan(), -math.inf)
 
@@ -102,17 +98,18 @@ class Units:
             found[name] = some.double()
         return self._gathered(found) > 0
 
-    def expand(self, kept: Tensor, like: Tensors) -> BoolMasks:
+    def expand(self, kept: Tensors, like: Tensors) -> BoolMasks:
         """Returns masks shaped like ``like``, in which each entry has the value of its unit."""
-        masks, of_units = {}, self.by_tensor(kept)
+        masks = {}
         for name, tensor in like.items():
             masks[name] = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
             if tensor.numel():
-                self._view(name, masks[name])[:] = of_units[name][self._index(name)].to(tensor.device)[:, None]
+                own = kept[name].reshape(-1)[self._index(name)]
+                self._view(name, masks[name])[:] = own.to(tensor.device)[:, None]
         return masks
 
     def by_tensor(self, values: Tensor) -> dict[str, Tensor]:
-        """Split a vector of all units into one of each tensor."""
+        """Split a vector of all units into views, one of each tensor."""
         return dict(zip(self._counts, values.split(list(self._counts.values())), strict=True)) if self._counts else {}
 
     def _view(self, name: str, tensor: Tensor) -> Tensor:
@@ -134,13 +131,6 @@ class Units:
         for name in self.shards.counted(parts):
             own[name][self._index(name)] = parts[name].cpu()
         return self.shards.sum(vector)
-
-
-def _axis_of(unit: Unit, dimensions: int) -> int | None:
-    """Returns the dimension along which units are counted; None: the tensor is one unit."""
-    if unit == "tensor" or dimensions == 0:
-        return None
-    return 0 if dimensions == 1 or unit == "filter" else 1
 
 
 def fill_greedily(scores: Tensor, sizes: Tensor, budget: int) -> Tensor:
