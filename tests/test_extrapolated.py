@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
@@ -131,14 +130,6 @@ def test_cleared_gradient_is_not_kept():
     assert all(gradient() is None for gradient in kept)
 
 
-def test_state_covers_perturbed_entries_only():
-    model = nn.Linear(6, 8, bias=False)
-    rule = sparsesam.fixed_mask({"weight": torch.arange(48).view(8, 6) % 4 == 0})
-    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, 0.025, mask=rule)
-    opt.minimize(lambda: model(torch.randn(2, 6)).square().sum())
-    assert {name: back.numel() for name, back in opt.own.tensors["back"].items()} == {"weight": 12}
-
-
 RULES = {
     "none": lambda: None,
     "fisher": lambda: sparsesam.fisher_mask(cases.vectors(32), F.cross_entropy, sparsity=0.5, samples=8, refresh=2),
@@ -157,7 +148,7 @@ def test_resumed_run_equals_uninterrupted(rule, at):
     cases.assert_resumes(make, at=at)
 
 
-def test_entries_of_both_masks_survive_refresh():
+def test_a_new_mask_is_perturbed_along_the_last_update():
     model, opt = made(steps=2, mask=sparsesam.random_mask(sparsity=0.5))
     before = cases.weights_of(model)
     cases.train(model, opt, [2])
@@ -165,7 +156,7 @@ def test_entries_of_both_masks_survive_refresh():
     opt.refresh_mask()
     ahead, second = one_pass(opt, model), opt.masks
     for name, w, old, moved in zip(first, here, before, ahead, strict=True):
-        torch.testing.assert_close(moved, w + 5.0 * (first[name] & second[name]) * (w - old), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(moved, w + 5.0 * second[name] * (w - old), rtol=1e-9, atol=1e-12)
     assert not cases.same_bits(first.values(), second.values())
 
 

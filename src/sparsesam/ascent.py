@@ -109,8 +109,8 @@ class PerturbingOptimizer(OptimizerWrapper):
 
     #: Whether the first backward must compute every gradient, also of weights that are not perturbed.
     needs_every_gradient: ClassVar[bool] = False
-    #: Tensors by parameter that checkpoints save. Kept entries follow the mask; ``"normed"`` is whole with norm="full".
-    saved_tensors: ClassVar[dict[str, Literal["whole", "kept", "normed"]]] = {}
+    #: Kinds of tensors, each shaped like its parameter, that checkpoints save: ``self.own.tensors[kind][name]``.
+    saved_tensors: ClassVar[tuple[str, ...]] = ()
     #: Options that must keep their default, ``{option: why}``.
     refused: ClassVar[dict[str, str]] = {}
     #: Whether the method works with gradients that are multiplied by a number, as those of a GradScaler are.
@@ -181,9 +181,7 @@ class PerturbingOptimizer(OptimizerWrapper):
         self.options.check_method(type(self).__name__, self.passes(), self.refused)
         self.options.check_model(model)
         self.options.check_mask(mask)
-        forms = {"whole"} | ({"normed"} if norm == "full" else set())
-        whole = frozenset(kind for kind, form in self.saved_tensors.items() if form in forms)
-        own = OwnState(MaskState(mask), {kind: {} for kind in self.saved_tensors}, whole)
+        own = OwnState(MaskState(mask), {kind: {} for kind in self.saved_tensors})
         options = {"rho": rho, "adaptive": adaptive, "eta": eta, "perturb": True}
         super().__init__(base, model, own, options)
 

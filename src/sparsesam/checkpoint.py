@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsesam.masks.packed import PackedMask, dense_entries, kept_entries, kept_in, put_entries
+from sparsesam.distributed.shards import local_part
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
 
@@ -107,13 +107,12 @@ class Counters:
 class OwnState:
     """What an optimizer keeps between steps besides its base's state.
 
-    ``tensors`` has the kinds that the optimizer declares. A kind in ``whole`` holds whole parameters, the others the
-    entries that the masks keep (`kept_entries`); a kind without tensors is not set.
+    ``tensors`` has the kinds that the optimizer declares, shaped like the parameters, or this rank's parts of them; a
+    kind without tensors is not set.
     """
 
     masks: MaskState
     tensors: OwnTensors
-    whole: frozenset[str]
     counters: Counters = field(default_factory=Counters)
 
     @property
@@ -122,38 +121,32 @@ class OwnState:
 
     def reset(self) -> OwnState:
         """Returns the state before the first step."""
-        return OwnState(MaskState(self.masks.rule), {kind: {} for kind in self.tensors}, self.whole)
+        return OwnState(MaskState(self.masks.rule), {kind: {} for kind in self.tensors})
 
     def refresh(self, context: ScoreContext) -> None:
-        """Make new masks. Kept entries follow them, with zeros where only the new one keeps."""
-        masks, old = copy(self.masks), self.masks.masks or {}
+        """Make new masks."""
+        masks = copy(self.masks)
         masks.refresh(context)
-        new = masks.masks or {}
-        moved = {
-            kind: {
-                name: kept_entries(put_entries(torch.zeros_like(w), old.get(name), entries), new.get(name)).clone()
-                for name, entries in self.tensors[kind].items()
-                if (w := context.local.get(name)) is not None  # otherwise it is not perturbed any more
-            }
-            for kind in self.tensors.keys() - self.whole
-        }
-        self.masks, self.tensors = masks, self.tensors | moved  # at once: Ctrl-C leaves both as they were, or both new
+        self.masks = masks  # at once: Ctrl-C leaves the old ones, or all new ones
 
     def state_dict(
         self, parameters: Mapping[str, Tensor], trained: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], OwnTensors]:
         """Returns plain values, and tensors shaped like the parameters; the keys are the same after any step.
 
-        ``parameters`` are the perturbed ones; kinds in ``whole`` are saved of all that are ``trained``.
+        Masks are saved of ``parameters``, the perturbed ones, tensors of all that are ``trained``.
         """
         mask, masks = self.masks.state_dict(parameters)
         values = {**asdict(self.counters.read()), "version": _VERSION, "mask": mask}
         values["set"] = {kind: bool(by_name) for kind, by_name in self.tensors.items()}
-        dense = {
-            kind: dense_entries(by_name, self._masks_of(kind), trained if kind in self.whole else parameters)
-            for kind, by_name in self.tensors.items()
+        saved = {
+            kind: {name: torch.zeros_like(p, requires_grad=False) for name, p in trained.items()}
+            for kind in self.tensors
         }
-        return values, {"mask": masks, **dense}
+        for kind, by_name in self.tensors.items():
+            for name in by_name.keys() & trained.keys():
+                local_part(saved[kind][name]).copy_(by_name[name])
+        return values, {"mask": masks, **saved}
 
     def loaded(
         self, values: Mapping[str, Any], tensors: OwnTensors, model: nn.Module, parameters: Mapping[str, Tensor]
@@ -164,17 +157,14 @@ class OwnState:
                 f"the checkpoint must be of version {_VERSION}, got {values.get('version')}; "
                 "load it with the sparsesam that wrote it"
             )
-        placed = {
-            kind: {name: tensor.to(parameters[name].device) for name, tensor in by_name.items() if name in parameters}
-            for kind, by_name in tensors.items()
-        }
         state = self.reset()
         state.masks.load_state_dict(values["mask"], tensors.get("mask", {}), model, parameters)
         for kind in state.tensors:
             if values["set"].get(kind):
-                state.tensors[kind] = kept_in(placed.get(kind, {}), state._masks_of(kind), parameters)
+                state.tensors[kind] = {
+                    name: local_part(tensor, p).to(p.device, copy=True)
+                    for name, tensor in tensors.get(kind, {}).items()
+                    if (p := parameters.get(name)) is not None
+                }
         state.counters = Counters(**{key: values[key] for key in asdict(Counters())})
         return state
-
-    def _masks_of(self, kind: str) -> Mapping[str, PackedMask]:
-        return {} if kind in self.whole else self.masks.masks or {}

@@ -47,7 +47,6 @@ class Target:
 
     ``mask=None`` perturbs all of it; ``eta=None`` means T = 1, or T = ||w|| with ``layerwise``. A negative ``rho`` goes
     against the direction. ``rho`` may be a tensor on the weight's device, which is then not read by the host.
-    ``is_kept``: the direction holds only the entries that the mask keeps, as `kept_entries` returns them.
     """
 
     name: str
@@ -57,7 +56,6 @@ class Target:
     rho: float | Tensor
     eta: float | None = None
     layerwise: bool = False
-    is_kept: bool = False
 
     @property
     def is_unmoved(self) -> bool:
@@ -142,7 +140,7 @@ class Perturbation:
         parts = []
         for piece in pieces_of(targets, whole=norm == "full"):
             positions = self._positions(piece)
-            direction = piece.direction(positions)
+            direction = piece.read(piece.directions, positions)
             if piece.eta is not None:
                 direction = scaled_direction(direction, piece.read(piece.weights, positions), eta=piece.eta)
             at_least = torch.float32 if direction.dtype in _HALF else None
@@ -164,7 +162,7 @@ class Perturbation:
             positions = self._positions(piece)
             used.add(piece.masks)
             weight = piece.read(piece.weights, positions)
-            e = scaled_direction(piece.direction(positions), weight, eta=piece.eta, times=times)
+            e = scaled_direction(piece.read(piece.directions, positions), weight, eta=piece.eta, times=times)
             e = e.float() if e.dtype in _HALF else e  # float16 ends at 65504, which rho / norm may exceed
             piece.directions = []  # what undoes the move must not hold the gradients
             saved = weight.clone() if piece.is_view else weight
@@ -232,7 +230,7 @@ class Piece:
         self.weights = [target.weight.detach() for target in targets]
         self.directions = [target.direction for target in targets]
         self.masks = tuple(target.mask for target in targets if target.mask is not None) if is_masked else ()
-        self.rho, self.eta, self.is_kept = targets[0].rho, targets[0].eta, targets[0].is_kept
+        self.rho, self.eta = targets[0].rho, targets[0].eta
         self.size = sum(weight.numel() for weight in self.weights)
         self.rows = self.masks[0].rows if len(self.masks) == 1 else None
 
@@ -240,13 +238,6 @@ class Piece:
     def is_view(self) -> bool:
         """Whether `read` returns the tensor itself, not a copy."""
         return len(self.weights) == 1 and not self.masks
-
-    def direction(self, positions: Tensor | None) -> Tensor:
-        """Returns the direction of the entries that move."""
-        if not self.is_kept:
-            return self.read(self.directions, positions)
-        one, *others = self.directions
-        return torch.cat([part.reshape(-1) for part in self.directions]) if others else one
 
     def read(self, tensors: list[Tensor], positions: Tensor | None) -> Tensor:
         """Returns the entries that move, from tensors shaped like the weights."""

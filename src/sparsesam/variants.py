@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from sparsesam.ascent import Masks, Step
 from sparsesam.distributed.shards import Shards, is_sharded, local_part
 from sparsesam.masks.mask import MaskRule
-from sparsesam.masks.packed import PackedMask, kept_entries, put_entries
+from sparsesam.masks.packed import PackedMask
 from sparsesam.perturbation import Norm, Target, is_usable
 from sparsesam.sam import SharpnessAware
 from sparsesam.schedules import RhoSchedule
@@ -106,12 +106,12 @@ class ExtrapolatedSAM(OnePass):
     the best rho that of SAM, within a factor of two on ten of thirteen tasks (docs/study.md). The first
     step, and a step after one that a GradScaler skipped, is a plain step of the base. The returned loss and the running
     statistics are those at w + e, which becomes w as the learning rate decays. It needs as much memory as SAM, 4 bytes
-    per perturbed weight. docs/one-pass.md has related work. It takes no other options than these:
+    per weight of a perturbed tensor. docs/one-pass.md has related work. It takes no other options than these:
 
     Args:
         rho: the strength. Networks without batch normalization do not train with much more than 0.1; 0.005 looks one
             update ahead, as Nesterov's method does.
-        mask: as in `SSAM`; only the updates of perturbed weights are kept.
+        mask: as in `SSAM`; only the updates of tensors with perturbed weights are kept.
         rho_schedule: as in `SAM`.
         every: as in `SAM`.
         start: as in `SAM`.
@@ -124,7 +124,7 @@ class ExtrapolatedSAM(OnePass):
     #: Updates to look ahead for a rho of 1.
     updates_per_rho = 200
     #: w_before - w, from one update to the next ascent.
-    saved_tensors = {"back": "kept"}  # noqa: RUF012
+    saved_tensors = ("back",)
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class ExtrapolatedSAM(OnePass):
 
     @property
     def last_update_norm(self) -> float | None:
-        """||w - w_before|| of the perturbed weights; None if no update is recorded."""
+        """||w - w_before|| of the tensors with perturbed weights; None if no update is recorded."""
         back = self.own.tensors["back"].values()
         return float(torch.stack([part.norm() for part in back]).norm()) if back else None
 
@@ -155,7 +155,7 @@ class ExtrapolatedSAM(OnePass):
         back = self.own.tensors["back"]
         wanted = [target for target in self._tracked(step) if not target.is_unmoved]
         found = [
-            replace(target, direction=back.pop(target.name).to(target.weight), is_kept=True, eta=None)
+            replace(target, direction=back.pop(target.name).to(target.weight), eta=None)
             for target in wanted
             if target.name in back
         ]
@@ -166,21 +166,18 @@ class ExtrapolatedSAM(OnePass):
         assert self._step is not None, "an update ends a step"
         # The difference is needed only if the next step is perturbed.
         tracked = self._tracked(self._step) if self._ascends(self.steps + 1) else []
-        back = [torch.empty_like(entries) for entries in _entries_of(tracked)]
+        weights = [target.weight for target in tracked]
+        back = [torch.empty_like(weight) for weight in weights]
         if tracked:
-            torch._foreach_copy_(back, _entries_of(tracked))
+            torch._foreach_copy_(back, weights)
         super().update()
         if tracked:
-            torch._foreach_sub_(back, _entries_of(tracked))
+            torch._foreach_sub_(back, weights)
         self.own.tensors["back"] = dict(zip([target.name for target in tracked], back, strict=True))
 
     def _tracked(self, step: Step) -> list[Target]:
         targets = (self.target(step, p, p.parameter) for p in step.params)
         return [target for target in targets if target.mask is None or not target.mask.is_empty]
-
-
-def _entries_of(targets: Sequence[Target]) -> list[Tensor]:
-    return [kept_entries(target.weight, target.mask) for target in targets]
 
 
 # ---- two passes, another direction ---------------------------------------------------------------------------
@@ -195,8 +192,8 @@ class FriendlySAM(SharpnessAware):
     a is a moving average of the gradients g at w, an estimate of the gradient of the whole data set. It starts as the
     first g, and the first step is SAM's. As in the authors' code and in pytorch-optimizer, d has the average before the
     step; the paper's has the one that includes g, which for sigma = 1 is the same direction. rho is SAM's, usually 0.05
-    to 0.2. sigma = 0 is SAM. It needs another 4 bytes per parameter, with ``norm="masked"`` per perturbed weight. It
-    does not go with a GradScaler, several ascent steps, ``ascent_scope="local"``, or implicit ascents.
+    to 0.2. sigma = 0 is SAM. It needs another 4 bytes per parameter of a perturbed tensor. It does not go with a
+    GradScaler, several ascent steps, ``ascent_scope="local"``, or implicit ascents.
 
     Args:
         sigma: how much of the average is subtracted.
@@ -207,7 +204,7 @@ class FriendlySAM(SharpnessAware):
         >>> loss = opt.minimize(lambda: loss_fn(model(x), y))
     """
 
-    saved_tensors = {"average": "normed"}  # noqa: RUF012
+    saved_tensors = ("average",)
     refused = {  # noqa: RUF012
         "ascent": "the average is one of plain gradients",
         "ascent_steps": "the average is one of gradients at w",
@@ -233,39 +230,34 @@ class FriendlySAM(SharpnessAware):
         super().__init__(base, model, rho, **options)
 
     def direction(self, params: PerturbedParams) -> dict[str, Tensor]:
-        masks, found = self._average_masks(params), self._gradients(params)
-        for name, average in self.own.tensors["average"].items():
-            if name in found:
-                entries = kept_entries(found[name], masks[name])
-                entries = entries.sub(average.to(entries), alpha=self.sigma)
-                is_whole = entries.shape == found[name].shape
-                found[name] = entries if is_whole else put_entries(found[name].clone(), masks[name], entries)
-        return found
+        average, found = self.own.tensors["average"], self._gradients(params)
+        return {
+            name: gradient.sub(average[name].to(gradient), alpha=self.sigma) if name in average else gradient
+            for name, gradient in found.items()
+        }
 
     def ascend(self, step: Step) -> None:
         super().ascend(step)
         if step.ascent_failed:
             return
-        masks, average, norm = self._average_masks(step.params), self.own.tensors["average"], self._last_norm
+        average, norm = self.own.tensors["average"], self._last_norm
         is_first = not average
         for name, gradient in self._gradients(step.params).items():
-            entries = kept_entries(gradient, masks[name])
+            mask = step.masks[name]
+            if mask is not None and self.options.norm == "masked":  # gradients outside of it may not be computed
+                gradient = gradient.masked_fill(~mask.unpack(gradient.device), 0.0)
             if is_first:
-                average[name] = entries.clone()
+                average[name] = gradient.clone()
                 continue
             # The model's dtype may have changed since.
-            own = average[name] = average[name].to(entries) if name in average else torch.zeros_like(entries)
+            own = average[name] = average[name].to(gradient) if name in average else torch.zeros_like(gradient)
             if isinstance(norm, Tensor):  # on a device, where a gradient that is not finite is not known here
-                entries = torch.where(is_usable(norm).to(own.device), entries, own)
-            own.lerp_(entries, 1 - self.decay)
+                gradient = torch.where(is_usable(norm).to(own.device), gradient, own)
+            own.lerp_(gradient, 1 - self.decay)
 
     def _gradients(self, params: PerturbedParams) -> dict[str, Tensor]:
         """Returns this rank's parts of the gradients, as dense tensors."""
         return self._local(super().direction(params), params)
-
-    def _average_masks(self, params: PerturbedParams) -> Masks:
-        whole = "average" in self.own.whole
-        return {name: None if whole else mask for name, mask in self._masks_of(params).items()}
 
 
 class ZSharp(SharpnessAware):
@@ -528,7 +520,7 @@ class LookSAM(TwoGradients):
         >>> loss = opt.minimize(lambda: loss_fn(model(x), y))
     """
 
-    saved_tensors = {"orthogonal": "whole"}  # noqa: RUF012
+    saved_tensors = ("orthogonal",)
 
     def __init__(
         self,

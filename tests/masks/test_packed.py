@@ -1,4 +1,4 @@
-"""Masks with one bit per weight; positions and values of the entries that they keep, and writing them back."""
+"""Masks with one bit per weight, and the positions of the entries that they keep."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsesam.masks.packed import (
-    PackedMask,
-    kept_entries,
-    positions_by_sums,
-    positions_of,
-    put_entries,
-    unpack_bits_on_device,
-)
+from sparsesam.masks.packed import PackedMask, positions_by_sums, positions_of, unpack_bits_on_device
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200))
@@ -47,28 +40,9 @@ def test_two_of_four_is_detected_along_output_dimension():
         assert not PackedMask.pack(other).is_two_of_four
 
 
-MASKS = {
-    "entries": torch.rand(6, 4, 3, 3, generator=torch.Generator().manual_seed(0)) < 0.4,
-    "rows": (torch.arange(6) % 2 == 1).view(6, 1, 1, 1).expand(6, 4, 3, 3),
-    "all": torch.ones(6, 4, 3, 3, dtype=torch.bool),
-}
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_positions_match_nonzero(share):
     kept = torch.rand(1000) < share
     expected = kept.nonzero().squeeze(1)
     assert torch.equal(positions_of(torch.from_numpy(np.packbits(kept.numpy()))), expected)
     assert torch.equal(positions_by_sums(kept, len(expected)), expected)
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("kind", MASKS)
-def test_entries_are_in_row_major_order_and_round_trip(kind, memory_format):
-    mask = MASKS[kind]
-    weight = torch.randn(6, 4, 3, 3).to(memory_format=memory_format)
-    entries = kept_entries(weight, PackedMask.pack(mask))
-    assert torch.equal(entries.reshape(-1), weight[mask])
-    for form in (entries, entries.reshape(-1)):
-        put = put_entries(torch.zeros_like(weight), PackedMask.pack(mask), form)
-        assert torch.equal(put, weight * mask)

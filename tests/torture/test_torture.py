@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 
 import sparsesam
 from tests import cases
@@ -34,17 +35,17 @@ def test_sequences_cover_every_optimizer():
     assert made == kinds - {sparsesam.SharpnessAware}
 
 
-def test_interrupted_refresh_leaves_masks_and_kept_entries_together():
+def test_interrupted_refresh_leaves_old_masks_or_new_ones():
     for line in itertools.count(1):
         model = cases.mlp()
-        opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model, mask=sparsesam.random_mask(sparsity=0.5, refresh=2))
+        opt = sparsesam.SSAM(cases.sgd(model), model, mask=sparsesam.random_mask(sparsity=0.5, refresh=2))
+        cases.train(model, opt, range(2))
+        old = opt.masks
         try:
-            cases.train(model, opt, range(2))
             with optimizers.interrupted_at_line(line, files=("checkpoint.py", "state.py")):
                 cases.train(model, opt, range(2, 3))
         except KeyboardInterrupt:
-            entries = {name: kept.numel() for name, kept in opt.own.tensors["back"].items()}
-            assert entries == {name: int(mask.sum()) for name, mask in opt.masks.items()}, line
+            assert len({torch.equal(mask, old[name]) for name, mask in opt.masks.items()}) == 1, line
         else:
             break
     assert line > 40

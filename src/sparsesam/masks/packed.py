@@ -1,15 +1,12 @@
-"""A mask of one tensor, stored as one bit per weight, and the entries of the tensor that it keeps."""
+"""A mask of one tensor, stored as one bit per weight, and the positions of the entries that it keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from sparsesam.distributed.shards import local_part
 
 
 class PackedMask:
@@ -75,30 +72,6 @@ def unpack_bits_on_device(bits: Tensor) -> Tensor:
     return (bits[:, None] & values).ne(0).reshape(-1)
 
 
-def kept_entries(weight: Tensor, mask: PackedMask | None) -> Tensor:
-    """Returns the weight itself if all of it is kept, whole rows if the mask consists of rows, otherwise a vector."""
-    if mask is None or mask.is_full:
-        return weight
-    if mask.bits is None:
-        return weight.reshape(-1)[:0]
-    if mask.rows is not None:
-        return weight.index_select(0, mask.rows)
-    return weight.reshape(-1).index_select(0, positions_of(mask.bits, mask.count))
-
-
-def put_entries(weight: Tensor, mask: PackedMask | None, entries: Tensor) -> Tensor:
-    """Write the result of `kept_entries`, or the same as a vector, back to the weight, in the weight's dtype."""
-    entries = entries.to(weight.dtype)  # that of the model may have changed since
-    if mask is None or mask.is_full:
-        return weight.copy_(entries.view(weight.shape))
-    if mask.bits is None:
-        return weight
-    if mask.rows is not None:
-        return weight.index_copy_(0, mask.rows, entries.view(-1, *weight.shape[1:]))
-    vector = weight.reshape(-1).scatter_(0, positions_of(mask.bits, mask.count), entries)
-    return weight if weight.is_contiguous() else weight.copy_(vector.view(weight.shape))
-
-
 def positions_of(bits: Tensor, count: int = 0) -> Tensor:
     """Returns the positions of set bits; their number ``count`` saves a synchronization with a device."""
     if bits.device.type == "cpu":  # ten times faster than torch.nonzero
@@ -114,26 +87,3 @@ def positions_by_sums(kept: Tensor, count: int) -> Tensor:
     places = kept.cumsum(0).masked_fill_(~kept, 0)
     found = places.new_empty(count + 1)
     return found.scatter_(0, places, torch.arange(len(kept), device=kept.device))[1:]
-
-
-def dense_entries(
-    kept: Mapping[str, Tensor], masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Returns kept entries as checkpoints store them: tensors shaped like the parameters, zero outside the masks.
-
-    Entries of parameters that are not in ``parameters``, because they are frozen now, are left out.
-    """
-    dense = {name: torch.zeros_like(parameter, requires_grad=False) for name, parameter in parameters.items()}
-    for name in kept.keys() & dense.keys():
-        put_entries(local_part(dense[name]), masks.get(name), kept[name])
-    return dense
-
-
-def kept_in(
-    dense: Mapping[str, Tensor], masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The inverse of `dense_entries`: returns the kept entries of each tensor, or of this rank's part of it."""
-    return {
-        name: kept_entries(local_part(tensor, parameters[name]), masks.get(name)).clone()
-        for name, tensor in dense.items()
-    }
