@@ -18,11 +18,6 @@ def test_finished_run(tmp_path):
     assert run.provenance["cpu"] == "a chip"
 
 
-def test_failed_run_reports_reason(tmp_path):
-    run = RunRecord(write_run(tmp_path / "a", failure="DivergedError: the loss is nan"))
-    assert (run.status, run.reason) == ("failed", "DivergedError: the loss is nan")
-
-
 def test_unfinished_run_reports_progress_and_resume_command(tmp_path):
     run = RunRecord(write_run(tmp_path / "a", epochs=2, planned=5, finished=False))
     assert run.status == "unfinished"

@@ -61,15 +61,6 @@ def test_fewer_than_three_seeds_give_no_verdict(tmp_path):
     assert found.sentence.startswith("No ranking: it takes two variants with at least three finished seeds")
 
 
-def test_cost_of_longer_runs_is_that_of_whole_run(tmp_path):
-    runs = [
-        write_run(tmp_path / "a", optimizer="sgd", epochs=2),
-        write_run(tmp_path / "b", optimizer="sam", epochs=6),
-    ]
-    (task,) = ReportData(runs).tasks
-    assert [task.costs.values[variant] for variant in task.variants] == [1.0, 6.0]
-
-
 @pytest.mark.parametrize("data", [{"val_size": 5}, {"train_size": 9}, {"image_size": 32}, {"label_noise": 0.1}])
 def test_runs_on_different_data_are_different_tasks(tmp_path, data):
     runs = [write_run(tmp_path / "a", optimizer="sgd"), write_run(tmp_path / "b", optimizer="sam", **data)]
