@@ -1,7 +1,5 @@
 """Figures as files: complete, without warnings, with the legend beside the data."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -12,18 +10,11 @@ from sparsesam.lab.inspection import ANALYSES, LabeledResult
 from tests.lab.report.made_runs import analyses
 
 pytest.importorskip("matplotlib")
+pytestmark = [pytest.mark.filterwarnings(f"error::{kind}") for kind in ("UserWarning", "RuntimeWarning")]
 
 
 def figure(panels, kind="lines", z=None, **options):
     return Figure("a-name", "A title", "", Axis("epoch", whole=True), Axis("loss"), panels, kind, z, **options)
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings():
-    with warnings.catch_warnings():
-        for category in (UserWarning, RuntimeWarning):
-            warnings.simplefilter("error", category)
-        yield
 
 
 def figures_of(analysis):

@@ -116,7 +116,9 @@ def test_every_analysis_has_tables_and_figures(tmp_path):
 def test_analysis_without_run_has_own_section(tmp_path):
     write_run(tmp_path / "a")
     write_analysis(tmp_path / "theory", "convergence", analyses()["convergence"])
-    assert "convergence" in blocks(sections(tmp_path)[1]["other-analyses"])
+    data, found = sections(tmp_path)
+    assert "convergence" in blocks(found["other-analyses"])
+    assert data.count() == "1 run: 1 finished"
 
 
 @pytest.mark.parametrize("result", [{}, {"every": 3}, {"loss": [[1]], "x": [0, 1], "y": [0]}, {"density": "no"}])

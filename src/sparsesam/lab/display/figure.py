@@ -153,7 +153,6 @@ class Figure:
 
     @property
     def series(self) -> list[Series]:
-        """The series of all panels."""
         return [series for panel in self.panels.values() for series in panel]
 
     @property

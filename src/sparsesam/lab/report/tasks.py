@@ -113,7 +113,7 @@ class Task:
     name: str
     label: str
     variants: list[RunVariant]
-    calibrations: Sequence[SweepCalibration] = ()
+    calibrations: Sequence[SweepCalibration]
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -179,7 +179,6 @@ def changed_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def show_setting(value: Any) -> str:
-    """Format a setting's value briefly."""
     if isinstance(value, (tuple, list)):
         return ", ".join(map(show_setting, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
