@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from sparsesam.lab.data import DataError, MissingData, load_dataset
+from sparsesam.lab.data import DataError, load_dataset
 from sparsesam.lab.data.image_folder import center_crop, random_box, random_resized_crop
 from tests.lab.data.files import generator
 
@@ -109,11 +109,6 @@ def test_damaged_folder_names_file_or_folder(root, damage, message):
     damage(root)
     with pytest.raises(DataError, match=message):
         list(load_dataset("imagenet", root).test)
-
-
-def test_missing_directory_raises():
-    with pytest.raises(MissingData, match="needs data_dir"):
-        load_dataset("imagenet")
 
 
 def test_any_folder_is_data_set_of_requested_size_with_first_frame_of_gif(root):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsesam.lab.data import DataError, MissingData, load_dataset
+from sparsesam.lab.data import DataError, load_dataset
 from sparsesam.lab.data.published import CIFAR10, CIFAR100, FASHION_MNIST, load_published, read_idx
 from tests.lab.data.files import (
     RECORDS,
@@ -71,12 +71,12 @@ def test_downloads_unpacks_and_keeps_only_files(archived, server, cache):
 
 
 def test_offline_error_names_file_and_directory(cache, tmp_path):
-    with pytest.raises(MissingData) as caught:
+    with pytest.raises(DataError) as caught:
         load_dataset("cifar10", download=False)
     message = str(caught.value)
     assert f"Put into {cache / 'cifar10'}, or into a directory you name as data_dir:" in message
     assert "cifar-10-binary.tar.gz  MD5 c32a1d4ab5d03f1284b67883e8d87530  from https://www.cs.toronto.edu" in message
-    with pytest.raises(MissingData, match=f"(?s)Put into {tmp_path}:.* t10k-labels-idx1-ubyte.gz  MD5 bb300cfd"):
+    with pytest.raises(DataError, match=f"(?s)Put into {tmp_path}:.* t10k-labels-idx1-ubyte.gz  MD5 bb300cfd"):
         load_dataset("fashion-mnist", tmp_path, download=False)
 
 

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from sparsesam.lab.data import Labelled, Splits, load_dataset
-from tests.lab.data.files import write_fashion
 
 
 def tiny(data_dir):
@@ -29,11 +28,6 @@ def test_digits_sizes_constants_and_stratification():
     assert torch.allclose(*shares, atol=2e-3)
 
 
-def test_names_accept_underscores(tmp_path):
-    write_fashion(tmp_path)
-    assert load_dataset("Fashion_MNIST", str(tmp_path)).name == "fashion-mnist"
-
-
 def test_importable_function_is_accepted(tmp_path):
     assert load_dataset("tests.lab.data.test_registry:tiny", tmp_path).name == str(tmp_path)
 
@@ -41,8 +35,6 @@ def test_importable_function_is_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cifer10", "dataset must be one of .*, got 'cifer10'; did you mean cifar10 or"),
-        ("no_such_module:function", "dataset must be an importable module:function, got 'no_such_module:function'"),
         (":", "dataset must be an importable module:function, got ':'"),
         (f"{__name__}:not_a_data_set", r"must return sparsesam\.lab\.data\.Splits or FolderSplits, got list"),
     ],
@@ -50,8 +42,3 @@ def test_importable_function_is_accepted(tmp_path):
 def test_name_that_is_no_data_set_is_rejected(name, message):
     with pytest.raises(ValueError, match=message):
         load_dataset(name)
-
-
-def test_directory_must_exist(tmp_path):
-    with pytest.raises(ValueError, match=r"data_dir must be an existing directory, got '.*nowhere'"):
-        load_dataset("cifar10", tmp_path / "nowhere")

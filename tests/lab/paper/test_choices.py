@@ -2,13 +2,13 @@ import dataclasses
 
 import pytest
 
-from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.config import DEFAULTS
 from sparsesam.lab.paper.choices import other_choices, read_choices, settings_of
 from sparsesam.lab.paper.recipe import recipe, recipes
 
 
-def mark_of(label, name, value):
-    settings = settings_of(recipe(label).at("full"))
+def mark_of(label, name, value, scale="full", **overrides):
+    settings = settings_of(recipe(label).at(scale, overrides))
     (found,) = [setting for setting in settings if setting.name == name and value in setting.values]
     return found.mark
 
@@ -51,8 +51,7 @@ def test_settings_without_effect_are_not_listed():
 
 
 def test_rules_refer_to_existing_settings():
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    assert set(read_choices()["full"]) | set(read_choices()["laptop"]) <= fields | {"*"}
+    assert {*read_choices()["full"], *read_choices()["laptop"]} <= {*DEFAULTS, "*"}
 
 
 def test_value_without_source_raises():
@@ -63,14 +62,10 @@ def test_value_without_source_raises():
 
 
 def test_tuned_settings_of_baseline_are_marked_at_laptop_scale():
-    marks = {
-        (setting.name, value): setting.mark for setting in settings_of(recipe("table 9")) for value in setting.values
-    }
-    assert marks["epochs", "12"] == marks["weight_decay", "0.03"] == "ours, because it was tuned on validation images"
-    assert marks["rho", "0.5"] == "ours, because the laptop scale must take minutes on a CPU"
+    for name, value in (("epochs", "12"), ("weight_decay", "0.03")):
+        assert mark_of("table 9", name, value, "laptop") == "ours, because it was tuned on validation images"
+    assert mark_of("table 9", "rho", "0.5", "laptop") == "ours, because the laptop scale must take minutes on a CPU"
 
 
 def test_overridden_settings_are_ours():
-    settings = settings_of(recipe("rho-imagenet").at("full", {"epochs": 3}))
-    (choice,) = [setting for setting in settings if setting.name == "epochs"]
-    assert (choice.values, choice.mark) == (("3",), "ours, because --set says so")
+    assert mark_of("rho-imagenet", "epochs", "3", epochs=3) == "ours, because --set says so"

@@ -51,25 +51,27 @@ def test_wide_table_is_drawn_in_parts_that_keep_ours_beside_papers():
 
 
 @pytest.mark.parametrize(
-    ("more", "sentence"),
+    ("values", "sentence"),
     [
-        ({}, "SAM is best, and differs significantly from every other row."),
-        (ALIKE, "SAM is best, but does not differ significantly from SSAM-F random mask with these seeds."),
+        (SEEDS | APART, "SAM is best, and differs significantly from every other row."),
         (
-            {("ssam-random", 0): 0.99},
+            SEEDS | APART | ALIKE,
+            "SAM is best, but does not differ significantly from SSAM-F random mask with these seeds.",
+        ),
+        (
+            SEEDS | APART | {("ssam-random", 0): 0.99},
             "SAM is best, and differs significantly from every other row. Not ranked, fewer than three seeds: SSAM-F "
             "random mask.",
         ),
+        (
+            {("sgd", 0): 0.8, ("sgd", 1): 0.8, ("sam", 0): 0.9, ("sam", 1): 0.9},
+            "no ranking with fewer than three seeds; --seeds 3 or more may show a difference.",
+        ),
     ],
-    ids=["apart", "alike", "too few seeds"],
+    ids=["apart", "alike", "one with few seeds", "two seeds"],
 )
-def test_significant_differences_are_named(tmp_path, more, sentence):
-    assert f"digits: {sentence}" in compared(tmp_path, SEEDS | APART | more).sentences()
-
-
-def test_two_seeds_distinguish_nothing(tmp_path):
-    values = {(name, seed): value for name, value in (("sgd", 0.8), ("sam", 0.9)) for seed in range(2)}
-    assert any("no ranking with fewer than three seeds" in words for words in compared(tmp_path, values).sentences())
+def test_significant_differences_are_named(tmp_path, values, sentence):
+    assert f"digits: {sentence}" in compared(tmp_path, values).sentences()
 
 
 def test_times_state_how_they_were_measured(tmp_path):

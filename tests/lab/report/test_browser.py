@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import shutil
+from contextlib import contextmanager
 
 import pytest
 from benchmarks.report import write_run, write_runs
@@ -65,48 +66,40 @@ def report(runs, tmp_path_factory):
     return path
 
 
-class Reader:
-    """Opens pages, and records their errors and network requests."""
+@contextmanager
+def reading(browser):
+    """Yields a function that opens pages; none of them may have errors or network requests."""
+    contexts, events, requested = [], [], []
 
-    def __init__(self, browser):
-        self.browser, self.contexts, self.events = browser, [], []
-
-    def open(self, path, **options):
+    def opened(path, **options):
         usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
-        self.contexts.append(self.browser.new_context(**{**usual, **options}))
-        page = self.contexts[-1].new_page()
+        contexts.append(browser.new_context(**{**usual, **options}))
+        page = contexts[-1].new_page()
         page.set_default_timeout(90_000)  # without a GPU and under load, a surface takes long to draw
-        page.on("console", lambda message: self.events.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: self.events.append(str(error)))
-        page.on("request", lambda request: self.events.append(request.url) if _is_elsewhere(request.url) else None)
+        page.on("console", lambda message: events.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: events.append(str(error)))
+        page.on("request", lambda request: requested.append(request.url))
         page.goto(path.as_uri())
         return page
 
-    def close(self):
-        for context in self.contexts:
-            context.close()
-        assert self.events == []
-
-
-def _is_elsewhere(url):
-    return not url.startswith(("file:", "blob:", "data:"))
+    yield opened
+    for context in contexts:
+        context.close()
+    assert events == []
+    assert all(url.startswith(("file:", "blob:", "data:")) for url in requested)
 
 
 @pytest.fixture(scope="module")
 def drawn(browser, report):
     """The page with every figure drawn. Opening it takes seconds, so tests share it, each with figures of its own."""
-    reader = Reader(browser)
-    page = reader.open(report, accept_downloads=True)
-    draw_all(page)
-    yield page
-    reader.close()
+    with reading(browser) as opened:
+        yield draw_all(opened(report, accept_downloads=True))
 
 
 @pytest.fixture
 def opened(browser):
-    reader = Reader(browser)
-    yield reader.open
-    reader.close()
+    with reading(browser) as opened:
+        yield opened
 
 
 def draw_all(page):
@@ -114,6 +107,7 @@ def draw_all(page):
     for figure in page.locator("figure").all():
         figure.scroll_into_view_if_needed()
         figure.locator(".main-svg").first.wait_for(state="attached")
+    return page
 
 
 def saved(page, button):
@@ -192,13 +186,10 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touc
 DESKTOP = {"viewport": {"width": 1400, "height": 900}}
 
 
-@pytest.fixture(scope="module", params=["phone", "desktop"])
+@pytest.fixture(scope="module", params=[PHONE, DESKTOP], ids=["phone", "desktop"])
 def looked_at(request, browser, report):
-    reader = Reader(browser)
-    page = reader.open(report, **(PHONE if request.param == "phone" else DESKTOP))
-    draw_all(page)
-    yield page
-    reader.close()
+    with reading(browser) as opened:
+        yield draw_all(opened(report, **request.param))
 
 
 def boxes(page, selector):

@@ -5,7 +5,7 @@ from benchmarks.report import write_run
 
 from sparsesam.lab.experiment.sweep import Sweep
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.tasks import ReportData, differing_settings
+from sparsesam.lab.report.tasks import ReportData
 from tests.lab.report.made_runs import write_calibration
 
 
@@ -25,7 +25,7 @@ def verdict(tmp_path, accuracies, seeds=None):
         for name, values in accuracies.items()
         for seed, accuracy in enumerate(values, start=(seeds or {}).get(name, 0))
     ]
-    (task,) = ReportData(paths).tasks
+    (task,) = tasks_of(*paths)
     return task.verdict
 
 
@@ -61,16 +61,7 @@ def test_fewer_than_three_seeds_give_no_verdict(tmp_path):
     assert found.sentence.startswith("No ranking: it takes two variants with at least three finished seeds")
 
 
-def test_cost_of_longer_runs_is_that_of_whole_run(tmp_path):
-    runs = [
-        write_run(tmp_path / "a", optimizer="sgd", epochs=2),
-        write_run(tmp_path / "b", optimizer="sam", epochs=6),
-    ]
-    (task,) = ReportData(runs).tasks
-    assert [task.costs.values[variant] for variant in task.variants] == [1.0, 6.0]
-
-
-@pytest.mark.parametrize("data", [{"val_size": 5}, {"train_size": 9}, {"image_size": 32}, {"label_noise": 0.1}])
+@pytest.mark.parametrize("data", [{"val_size": 5}, {"train_size": 9}, {"image_size": 32}])
 def test_runs_on_different_data_are_different_tasks(tmp_path, data):
     runs = [write_run(tmp_path / "a", optimizer="sgd"), write_run(tmp_path / "b", optimizer="sam", **data)]
     assert len(ReportData(runs).tasks) == 2
@@ -79,10 +70,8 @@ def test_runs_on_different_data_are_different_tasks(tmp_path, data):
 def test_variants_have_order_and_title_of_sweep(tmp_path):
     runs = [write_run(tmp_path / name, optimizer=name) for name in ("sam", "adam", "sgd")]
     data = ReportData(runs)
-    assert (data.title, [variant.label for variant in data.tasks[0].variants]) == (
-        "sparsesam report",
-        ["SGD", "Adam", "SAM"],
-    )
+    assert data.title == "sparsesam report"
+    assert [variant.label for variant in data.tasks[0].variants] == ["SGD", "Adam", "SAM"]
     Sweep("A title", {name: RunRecord(tmp_path / name).config for name in ("sam", "adam")}, [0]).write(tmp_path)
     data = ReportData(runs)
     assert (data.title, data.problems) == ("A title", [])
@@ -128,17 +117,12 @@ def test_labels_name_settings_that_differ_from_others_and_default(tmp_path):
     )
     assert [variant.label for variant in variants] == ["SGD", "SSAM-F", "SSAM-F, sparsity 0.9"]
     assert len({variant.style for variant in variants}) == 3
-    assert set(differing_settings([variant.config for variant in variants])) == {
-        "optimizer",
-        "sparsity",
-        "weight_decay",
-    }
 
 
 def test_name_given_by_sweep_is_kept_unless_runs_have_different_ones(tmp_path):
     paths = [write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)]
-    for path, name in zip(paths, ("careful", "careful"), strict=True):
-        rename(path, name)
+    for path in paths:
+        rename(path, "careful")
     assert [variant.label for variant in variants_of(*paths)] == ["careful"]
     rename(paths[1], "other")
     assert [variant.label for variant in variants_of(*paths)] == ["SAM"]
@@ -150,10 +134,7 @@ def rename(path, name):
 
 
 def test_tasks_are_separate_and_named_without_defaults(tmp_path):
-    tasks = tasks_of(
-        write_run(tmp_path / "a", optimizer="sam"),
-        write_run(tmp_path / "b", optimizer="sam", label_noise=0.4),
-    )
+    tasks = tasks_of(*(write_run(tmp_path / str(noise), optimizer="sam", label_noise=noise) for noise in (0.0, 0.4)))
     assert [task.label for task in tasks] == ["digits, small-cnn", "digits, small-cnn, label noise 0.4"]
     assert [variant.label for task in tasks for variant in task.variants] == ["SAM", "SAM"]
 

@@ -1,7 +1,4 @@
-"""Random crop, flip, cutout, mixup and normalization of whole batches, on the images' device.
-
-Every function takes its random draws as tensors, one entry per image; `Augment` makes the draws.
-"""
+"""Random crop, flip, cutout, mixup and normalization of whole batches, on the images' device."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ def load_hugging_face(
         import datasets
     mode = None if download else datasets.DownloadConfig(local_files_only=True)
     try:
-        load = partial(datasets.load_dataset, name, download_config=mode)
-        found: Any = datasets.load_from_disk(data_dir) if data_dir else load()
+        found: Any = (
+            datasets.load_from_disk(data_dir) if data_dir else datasets.load_dataset(name, download_config=mode)
+        )
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(f"hf/{name}: expected a data set that can be loaded, found none ({reason})") from error

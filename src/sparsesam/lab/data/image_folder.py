@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.data.splits import DataError, DatasetInfo, MissingData
+from sparsesam.lab.data.splits import DataError, DatasetInfo
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -71,7 +71,7 @@ def load_image_folder(name: str, data_dir: Path | None, image_size: int | None =
     """
     default_size, source = SOURCES[name]
     if data_dir is None:
-        raise MissingData(
+        raise DataError(
             f"{name} needs data_dir (--data-dir DIR), with train/CLASS/*.jpeg and val/CLASS/*.jpeg in it; {source}"
         )
     with required_by(f"the data set {name}", "'sparsesam[data]'"):

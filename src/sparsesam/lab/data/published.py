@@ -17,7 +17,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from sparsesam.lab.data.download import DownloadError, Remote, cache_dir, fetch, unpack
-from sparsesam.lab.data.splits import DataError, DatasetInfo, Labelled, MissingData, Splits
+from sparsesam.lab.data.splits import DataError, DatasetInfo, Labelled, Splits
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _cached(source: Published, data_dir: Path | None, download: bool, progress: 
         except DownloadError as error:
             wanted = "\n".join(f"  {remote.name}  MD5 {remote.md5}  from {remote.url}" for remote in source.remotes)
             into = data_dir or f"{cache}, or into a directory you name as data_dir"
-            raise MissingData(f"{source.name} was not found, and {error}.\nPut into {into}:\n{wanted}") from error
+            raise DataError(f"{source.name} was not found, and {error}.\nPut into {into}:\n{wanted}") from error
         for archive in (file for file in files if ".tar" in file.suffixes):
             unpack(archive, folder)
             if not given:

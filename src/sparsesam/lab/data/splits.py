@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 class DataError(ValueError):
-    """A file has unexpected content; the message names the file, what was expected and what was found."""
-
-
-class MissingData(DataError):
-    """Files were not found and cannot be downloaded; the message lists files, checksums and where to put them."""
+    """A file is missing or has unexpected content; the message names it, what was expected and what was found."""
 
 
 class Labelled(NamedTuple):

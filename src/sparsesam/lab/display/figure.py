@@ -12,7 +12,6 @@ import numpy as np
 
 from sparsesam.lab.display.numbers import Number, numbers
 
-Bar = tuple[float, float]
 FigureKind = Literal["lines", "points", "bars", "heatmap", "surface", "contour"]
 
 #: Colors for light and dark pages, with a contrast of at least 3 : 1 to the background; distinguishable with a color
@@ -82,7 +81,7 @@ class Series:
     y: Sequence[Any]
     marker: int = 0
     variant: int = 0
-    bars: Sequence[Bar | None] | None = None
+    bars: Sequence[tuple[float, float] | None] | None = None
     z: Sequence[Sequence[Number]] | None = None
     faint: bool = False
     chosen: bool = False
@@ -154,7 +153,6 @@ class Figure:
 
     @property
     def series(self) -> list[Series]:
-        """The series of all panels."""
         return [series for panel in self.panels.values() for series in panel]
 
     @property

@@ -54,11 +54,10 @@ class RecipeRuns:
         intervals, and the paper's numbers, at full scale beside ours.
         """
         recipe, rows, numbers = self.recipe, self.recipe.row_labels, self.numbers()
-        found = [[numbers.get((row, column.label), {}) for column in recipe.columns] for row in rows]
         printed = [dict(enumerate(recipe.rows[row]["paper"])) for row in rows]
         ours = [
-            (f"ours:\n{column.label}", [column.show(values[place]) for values in found])
-            for place, column in enumerate(recipe.columns)
+            (f"ours:\n{column.label}", [column.show(numbers.get((row, column.label), {})) for row in rows])
+            for column in recipe.columns
         ]
         theirs = [
             (f"paper:\n{column.label}", [column.show_paper(values.get(place)) for values in printed])
@@ -66,7 +65,7 @@ class RecipeRuns:
         ]
         is_paired = recipe.scale == "full" and theirs
         columns = list(itertools.chain.from_iterable(zip(ours, theirs, strict=True) if is_paired else (ours, theirs)))
-        seeds = [str(max(map(len, values))) for values in found]
+        seeds = [str(max(len(numbers.get((row, column.label), ())) for column in recipe.columns)) for row in rows]
         tables = []
         for first in range(0, len(columns), 4):
             shown = [("", rows), *columns[first : first + 4], ("our seeds", seeds)]

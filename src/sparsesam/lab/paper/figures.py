@@ -147,7 +147,6 @@ def _epochs(trained: RecipeRuns, row: str, column: Column) -> list[list[EpochRec
 
 
 def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
-    """Returns a style for each row."""
     rows, column = trained.recipe.row_labels, trained.recipe.columns[0]
     return dict(zip(rows, assign_styles([trained.recipe.config(row, column).optimizer for row in rows]), strict=True))
 

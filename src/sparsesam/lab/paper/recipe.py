@@ -116,7 +116,6 @@ class Recipe:
 
     @property
     def sgd_settings(self) -> set[str]:
-        """Settings that SGD has of its own."""
         return {name for column in self.columns for name in column.settings.get("sgd", {})}
 
     @property
@@ -138,7 +137,6 @@ class Recipe:
 
     @property
     def configs(self) -> list[TrainConfig]:
-        """The settings of every cell."""
         return [self.config(row, column) for row, column in self.cells]
 
     def check_overrides(self) -> None:

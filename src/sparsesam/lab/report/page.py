@@ -56,7 +56,6 @@ def render(sections: Sequence[Section], **texts: Any) -> str:
     environment.trim_blocks = environment.lstrip_blocks = True
     # Long paths break after a slash, but not within a word, such as a hash.
     environment.filters["breakable"] = lambda text: Markup(str(escape(text)).replace("/", "/<wbr>"))
-    environment.tests["table"] = lambda block: isinstance(block, Table)
     with required_by("the report", "'sparsesam[report]'"):
         plotly = resources.files("plotly") / "package_data" / "plotly.min.js"
     return environment.get_template("page.html").render(
@@ -75,10 +74,7 @@ def _json(figures: Sequence[Figure]) -> str:
     """Returns the figures as JSON for a script element, with `<` escaped, which could end the element."""
     drawn = []
     for figure in figures:
-        panels = [
-            {"name": name, "series": [vars(downsampled(series)) for series in panel]}
-            for name, panel in figure.panels.items()
-        ]
+        panels = [(name, list(map(downsampled, panel))) for name, panel in figure.panels.items()]
         drawn.append({**vars(figure), "panels": panels})
     exact = json.dumps(drawn, default=vars, allow_nan=False)
     rounded = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.6g}"))  # enough digits for a chart

@@ -81,7 +81,6 @@ class RunRecord:
         return None if self.config is None else self.config.seed
 
     def measured(self, name: str) -> Number:
-        """Returns a number of the result."""
         return number(self.result.get(name))
 
     def curve(self, name: str) -> dict[float, float]:

@@ -44,21 +44,18 @@ class ReportData:
                     self.problems.append((str(folder), str(error)))
                 else:
                     found += [] if content is None else [content]
-        self.tasks = self._tasks()
+        known = [(run.config, run) for run in self.runs if run.config is not None]
+        groups = sorted(grouped(known, lambda pair: task_label(pair[0])).items())
+        places = {key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)}
+        self.tasks = [
+            Task(f"task-{count}", label, group_variants(pairs, places), self.calibrations)
+            for count, (label, pairs) in enumerate(groups, start=1)
+        ]
 
     @property
     def title(self) -> str:
         """The title of the sweep; "sparsesam report" for none or several."""
         return self.sweeps[0][0] if len(self.sweeps) == 1 else "sparsesam report"
-
-    def _tasks(self) -> list[Task]:
-        known = [(run.config, run) for run in self.runs if run.config is not None]
-        groups = sorted(grouped(known, lambda pair: task_label(pair[0])).items())
-        places = {key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)}
-        return [
-            Task(f"task-{count}", label, group_variants(pairs, places), self.calibrations)
-            for count, (label, pairs) in enumerate(groups, start=1)
-        ]
 
     def count(self) -> str:
         statuses = [run.status for run in self.runs]
@@ -116,7 +113,7 @@ class Task:
     name: str
     label: str
     variants: list[RunVariant]
-    calibrations: Sequence[SweepCalibration] = ()
+    calibrations: Sequence[SweepCalibration]
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -173,17 +170,15 @@ def variant_label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
 
 def differing_settings(configs: Sequence[TrainConfig]) -> list[str]:
     """Returns the settings that are not the same in all configs."""
-    return [name for name in DEFAULTS if name != "seed" and len({getattr(config, name) for config in configs}) > 1]
+    return [name for name in DEFAULTS if len({getattr(config, name) for config in configs}) > 1]
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:
     """Returns the settings that are not at their defaults."""
-    settings = {name: getattr(config, name) for name in DEFAULTS if name != "seed"}
-    return {name: value for name, value in settings.items() if value != DEFAULTS[name]}
+    return {name: value for name, default in DEFAULTS.items() if (value := getattr(config, name)) != default}
 
 
 def show_setting(value: Any) -> str:
-    """Format a setting's value briefly."""
     if isinstance(value, (tuple, list)):
         return ", ".join(map(show_setting, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)

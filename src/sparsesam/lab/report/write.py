@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,7 +13,7 @@ from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.run_directory import write_atomically
 from sparsesam.lab.report import sections
 from sparsesam.lab.report.page import Part, Section, render
-from sparsesam.lab.report.tasks import ReportData, Task
+from sparsesam.lab.report.tasks import ReportData
 
 StrPath = str | os.PathLike[str]
 
@@ -47,34 +47,23 @@ def build_report(runs: Iterable[StrPath]) -> tuple[ReportData, list[Section]]:
 
     Each task has a section; runs and machines come last. Empty sections are left out.
     """
-    data = ReportData(runs)
-    built = [
-        *(Section(task.name, task.label, _task_parts(data, task)) for task in data.tasks),
-        Section("other-analyses", "Analyses without a run", sections.analysis_parts(data, None)),
-        Section("runs", "Runs", [sections.runs_part(data)]),
-        Section("machines", "Machines", [Part("", [sections.machines_table(data)])]),
+    data, built = ReportData(runs), []
+    for task in data.tasks:
+        parts = [sections.results_part(task), sections.curves_part(task), sections.sparsity_part(task)]
+        prefix = f"{task.name}-" if len(data.tasks) > 1 else ""
+        built.append(_section(task.name, task.label, [*parts, *sections.analysis_parts(data, task)], prefix))
+    built += [
+        _section("other-analyses", "Analyses without a run", sections.analysis_parts(data, None)),
+        _section("runs", "Runs", [sections.runs_part(data)]),
+        _section("machines", "Machines", [Part("", [sections.machines_table(data)])]),
     ]
-    shown = [replace(section, parts=_with_content(section.parts)) for section in built]
-    return data, [section for section in shown if section.parts]
+    return data, [section for section in built if section.parts]
 
 
-def _task_parts(data: ReportData, task: Task) -> list[Part]:
-    parts = [
-        sections.results_part(task),
-        sections.curves_part(task),
-        sections.sparsity_part(task),
-        *sections.analysis_parts(data, task),
-    ]
-    if len(data.tasks) == 1:
-        return parts
-    # Names must be unique on the page.
-    return [
-        replace(part, blocks=[replace(block, name=f"{task.name}-{block.name}") for block in part.blocks])
-        for part in parts
-    ]
-
-
-def _with_content(parts: Iterable[Part]) -> list[Part]:
-    """Remove empty tables, figures with single points (the tables show them better), and empty parts."""
-    shown = [replace(part, blocks=[block for block in part.blocks if block.has_content]) for part in parts]
-    return [part for part in shown if part.blocks or part.lead or part.notes]
+def _section(name: str, title: str, parts: Sequence[Part], prefix: str = "") -> Section:
+    """Returns the section without empty tables, figures with single points (the tables show them better), and empty
+    parts; the ``prefix`` of its blocks' names makes them unique on the page.
+    """
+    kept = [[replace(block, name=prefix + block.name) for block in part.blocks if block.has_content] for part in parts]
+    shown = [replace(part, blocks=blocks) for part, blocks in zip(parts, kept, strict=True)]
+    return Section(name, title, [part for part in shown if part.blocks or part.lead or part.notes])

@@ -14,6 +14,9 @@
     figures.set(figure.name, { ...figure, panel: 0, hidden: new Set(), drawn: false });
   }
 
+  // The series of the panel that is shown; a panel is its name and its series.
+  const seriesOf = (figure) => figure.panels[figure.panel][1];
+
   // ---- colors of the style sheet, in the current scheme or the given one
 
   const probe = document.createElement("span");
@@ -104,22 +107,19 @@
 
   const TRACES = { points, bars, heatmap: grid, surface: grid, contour: grid };
 
-  // A logarithmic axis over several decades labels only powers of ten.
-  const decades = (values) => Math.log10(values.reduce((a, b) => Math.max(a, b), 0) / values.reduce((a, b) => Math.min(a, b), Infinity));
-
-  // Axes of whole numbers, such as epochs, have no ticks in between.
-  function wholeStep(values) {
-    const known = values.filter((one) => one !== null);
-    const span = known.reduce((a, b) => Math.max(a, b), -Infinity) - known.reduce((a, b) => Math.min(a, b), Infinity);
-    return span > 0 ? Math.max(1, round(span / 10)) : 1;
+  // A logarithmic axis over several decades labels only powers of ten; one of whole numbers, such as epochs, these only.
+  function tickStep(described, values) {
+    const known = values.filter((value) => value !== null && (value > 0 || !described.log));
+    const [low, high] = [known.reduce((a, b) => Math.min(a, b), Infinity), known.reduce((a, b) => Math.max(a, b), -Infinity)];
+    const powers = Math.log10(high / low);
+    if (described.log) return powers > 1.5 ? Math.ceil(powers / 7) : undefined;
+    return described.whole ? Math.max(1, high > low ? round((high - low) / 10) : 1) : undefined;
   }
 
   function axis(described, colors, values = []) {
-    const powers = described.log ? decades(values.filter((one) => one > 0)) : 0;
-    const step = described.log ? (powers > 1.5 ? Math.ceil(powers / 7) : undefined) : described.whole ? wholeStep(values) : undefined;
     return {
       title: { text: described.title, font: { color: colors.soft, size: 12 }, standoff: 8 }, type: described.log ? "log" : undefined,
-      dtick: step, tick0: described.whole ? 0 : undefined,
+      dtick: tickStep(described, values), tick0: described.whole ? 0 : undefined,
       gridcolor: colors.line, zerolinecolor: colors.line, linecolor: colors.line, tickfont: { color: colors.soft, size: 11 },
       automargin: true, exponentformat: "power",
     };
@@ -145,7 +145,7 @@
       const scene = { aspectmode: "cube", domain: { x: [0, 0.92], y: [0, 1] }, xaxis: plane(figure.x), yaxis: plane(figure.y), zaxis: z, camera: { eye, center: { x: 0, y: 0, z: -0.2 } }, uirevision: "kept" };
       return { ...basic, dragmode: "orbit", margin: { l: 0, r: 0, t: 24, b: 0 }, scene };
     }
-    const all = (name) => figure.panels[figure.panel].series.flatMap((series) => series[name]);
+    const all = (name) => seriesOf(figure).flatMap((series) => series[name]);
     const both = { ...basic, xaxis: axis(figure.x, colors, all("x")), yaxis: axis(figure.y, colors, all("y")) };
     if (figure.kind === "heatmap") {
       both.xaxis.type = "category";
@@ -153,12 +153,12 @@
       both.yaxis.autorange = "reversed";
     }
     if (figure.kind === "bars") both.xaxis.type = "category";
-    if (figure.kind === "lines" && figure.panels[figure.panel].series.length > 1) both.hovermode = "closest";
+    if (figure.kind === "lines" && seriesOf(figure).length > 1) both.hovermode = "closest";
     return both;
   }
 
   function content(figure, colors) {
-    const shown = figure.panels[figure.panel].series.filter((series) => !figure.hidden.has(series.name));
+    const shown = seriesOf(figure).filter((series) => !figure.hidden.has(series.name));
     // More bands would hide each other; they appear when the reader hides other series.
     const hasBands = shown.filter((series) => series.bars).length <= Number(stored.dataset.mostBands);
     return shown.flatMap((series) => (figure.kind === "lines" ? lines(series, colors, hasBands) : TRACES[figure.kind](series, colors, figure)));
@@ -183,7 +183,7 @@
 
   function legend(figure, colors) {
     const list = element(figure).querySelector(".legend");
-    const series = figure.panels[figure.panel].series;
+    const series = seriesOf(figure);
     const focused = list.contains(document.activeElement) ? [...list.children].indexOf(document.activeElement.parentNode) : -1;
     list.replaceChildren();
     if (["heatmap", "surface", "contour"].includes(figure.kind)) return;
@@ -246,7 +246,7 @@
   async function saveSvg(figure) {
     // For paper: always the light colors, with a legend inside.
     const colors = palette("light");
-    const count = figure.panels[figure.panel].series.length;
+    const count = seriesOf(figure).length;
     const drawing = { ...layout(figure, colors), paper_bgcolor: "#ffffff", showlegend: count > 1, legend: { orientation: "h", y: -0.25 } };
     if (figure.kind === "surface") {
       drawing.scene.camera = element(figure).querySelector(".plot").layout.scene.camera;
@@ -258,12 +258,12 @@
 
   function csv(figure) {
     const several = figure.panels.length > 1;
-    const withBars = figure.panels.some((panel) => panel.series.some((series) => series.bars));
+    const withBars = figure.panels.some(([, panel]) => panel.some((series) => series.bars));
     const heading = [...(several ? ["panel"] : []), "series", figure.x.title, figure.y.title];
     const rows = [[...heading, ...(figure.z ? [figure.z.title] : []), ...(withBars ? ["low", "high"] : [])]];
-    for (const panel of figure.panels) {
-      for (const series of panel.series) {
-        const start = [...(several ? [panel.name] : []), series.name];
+    for (const [name, panel] of figure.panels) {
+      for (const series of panel) {
+        const start = [...(several ? [name] : []), series.name];
         if (series.z) series.y.forEach((y, j) => series.x.forEach((x, i) => rows.push([...start, x, y, series.z[j][i]])));
         else series.x.forEach((x, i) => rows.push([...start, x, series.y[i], ...(withBars ? series.bars?.[i] ?? [null, null] : [])]));
       }
