@@ -61,9 +61,8 @@ class StepCosts:
         kept = {name: mask for name, mask in masks.items() if name in self.first_use and bool(mask.any())}
         extra = self.passing(kept)
         for name, mask in kept.items():
-            rows = mask.flatten(1) if mask.dim() > 1 else mask.reshape(1, -1)
-            has_whole_rows = torch.equal(rows.any(1), rows.all(1))
-            extra += self.perturbing(name, int(mask.count_nonzero()) / mask.numel(), sliced=has_whole_rows)
+            packed = PackedMask.pack(mask)
+            extra += self.perturbing(name, packed.count / mask.numel(), sliced=packed.rows is not None)
         return 1 + extra / self.base
 
     def passing(self, names: Iterable[str]) -> float:

@@ -190,19 +190,19 @@ def _whole_part(shape: torch.Size, counts: bool = True) -> ShardLayout:
 
 def _part(parameter: Any, mesh: DeviceMesh) -> ShardLayout:
     if not is_sharded(parameter):
-        return _whole_part(parameter.shape, _is_first_copy(torch.tensor(dist.get_rank()), mesh))
+        return _whole_part(parameter.shape, all(place == 0 for place in _coordinate(mesh)))
     indices = [torch.arange(size) for size in parameter.shape]
     own: DeviceMesh = parameter.device_mesh
-    counts = _is_first_copy(own.mesh, mesh)
-    for dim, (placement, place) in enumerate(zip(parameter.placements, own.get_coordinate() or [], strict=True)):
+    counts = _is_first_copy(own, mesh)
+    for dim, (placement, place) in enumerate(zip(parameter.placements, _coordinate(own), strict=True)):
         if placement.is_replicate():
             counts &= place == 0
             continue
         # A strided shard (FSDP2 of a tensor-parallel parameter) takes its piece of each of several chunks.
-        chunks = indices[placement.dim].chunk(getattr(placement, "split_factor", 1))
-        sizes = [math.ceil(len(chunk) / own.size(dim)) for chunk in chunks]  # all but the last piece, as in torch.chunk
-        pieces = [chunk[place * size : (place + 1) * size] for chunk, size in zip(chunks, sizes, strict=True)]
-        indices[placement.dim] = torch.cat(pieces)
+        pieces = getattr(placement, "split_factor", 1)
+        index = indices[placement.dim]
+        chunks = [_chunk(chunk, own.size(dim), place) for chunk in index.chunk(pieces)]
+        indices[placement.dim] = torch.cat(chunks)
     held, found = tuple(parameter.to_local().shape), tuple(len(index) for index in indices)
     if held != found:
         raise ValueError(
@@ -212,8 +212,21 @@ def _part(parameter: Any, mesh: DeviceMesh) -> ShardLayout:
     return ShardLayout(parameter.shape, tuple(indices), counts)
 
 
-def _is_first_copy(ranks: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether this rank is at 0 in the dimensions of the mesh in which those that share a parameter do not differ."""
-    places = torch.isin(mesh.mesh, ranks).nonzero()
+def _chunk(index: Tensor, ranks: int, place: int) -> Tensor:
+    chunks = index.chunk(ranks)
+    return chunks[place] if place < len(chunks) else index[:0]
+
+
+def _coordinate(mesh: DeviceMesh) -> list[int]:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return list(coordinate)
+
+
+def _is_first_copy(own: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """Whether this rank is at 0 in the dimensions of the large mesh that a parameter's own mesh lacks."""
+    if own.size() == mesh.size():
+        return True
+    places = torch.isin(mesh.mesh, own.mesh).nonzero()
     fixed = places.amax(0) == places.amin(0)
-    return all(place == 0 or not stays for place, stays in zip(mesh.get_coordinate() or [], fixed, strict=True))
+    return all(place == 0 or not bool(stays) for place, stays in zip(_coordinate(mesh), fixed, strict=True))

@@ -66,8 +66,13 @@ def fisher_diagonal(
         True
     """
     problem = Problem(loss_fn, model_loss, labels, generator)
-    measured = _measured_parameters(model, parameters)
-    shards = Shards.of(parameters if isinstance(parameters, Mapping) else measured)
+    available: dict[str, Tensor] = dict(model.named_parameters())
+    measured = {name: p for name, p in available.items() if p.requires_grad} if parameters is None else parameters
+    if unknown := [name for name in measured if name not in available]:
+        raise ValueError(f"parameters holds {unknown[0]!r}, which model.named_parameters() does not")
+    if not measured:
+        raise ValueError("model has no parameter to measure: none is given, or none requires a gradient")
+    shards = Shards.of(measured)
     device = next(iter(measured.values())).device if shards is None else shards.mesh.device_type
     # float64 for parameters in double precision, float32 for others
     dtypes = {name: torch.promote_types(p.dtype.to_real(), torch.float32) for name, p in measured.items()}
@@ -102,16 +107,6 @@ def _gradients(loss: Tensor, parameters: Iterable[Tensor], sharded: nn.Module | 
         return [None for _ in parameters]
     gradients = torch.autograd.grad(loss, list(parameters), allow_unused=True)
     return [None if gradient is None else gradient.to_dense() for gradient in gradients]
-
-
-def _measured_parameters(model: nn.Module, names: Iterable[str] | None) -> dict[str, Tensor]:
-    available: dict[str, Tensor] = dict(model.named_parameters())
-    wanted = [name for name, p in available.items() if p.requires_grad] if names is None else list(names)
-    if unknown := [name for name in wanted if name not in available]:
-        raise ValueError(f"parameters holds {unknown[0]!r}, which model.named_parameters() does not")
-    if not wanted:
-        raise ValueError("model has no parameter to measure: none is given, or none requires a gradient")
-    return {name: available[name] for name in wanted}
 
 
 def _means(sums: Mapping[str, Tensor], samples: int, shards: Shards | None) -> dict[str, Tensor]:

@@ -29,16 +29,8 @@ def top_mask(scores: Tensors, count: int, *, among: Tensors | None = None, shard
 
     m = argmax { sum_i m_i s_i : m in {0,1}^d, sum_i m_i = count }, ties going to the earlier position (order
     of the mapping, then flat index). A score of -inf is never chosen, even if fewer than ``count`` remain;
-    +inf comes first; NaN raises ValueError. Scores of different dtypes are compared by value.
-
-    Args:
-        scores: name -> floating tensor; all on one device, any shapes.
-        count: number of ones, at least 0.
-        among: name -> bool tensor of the score's shape; only its true entries can be chosen.
-        shards: which part of the tensors this rank holds; all of them by default.
-
-    Returns:
-        name -> contiguous bool tensor of the score's shape, on its device.
+    +inf comes first; NaN raises ValueError. Scores of different dtypes are compared by value. Only entries of the masks
+    ``among`` can be chosen. Scores are on one device, and so are the masks, contiguous and of the scores' shapes.
     """
     shards = shards or Shards.whole(scores)
     check_scores(scores, shards)
