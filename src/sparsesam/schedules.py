@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch.optim import Optimizer
 
 from sparsesam.utils.checks import check_count
 
-
-class RhoSchedule(Protocol):
-    """A function of the step 1, 2, 3, … that returns a factor on the initial rho."""
-
-    def __call__(self, step: int) -> float: ...
+#: A function of the step 1, 2, 3, … that returns a factor on the initial rho.
+RhoSchedule = Callable[[int], float]
 
 
 @dataclass(frozen=True)
