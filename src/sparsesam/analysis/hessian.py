@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,20 +162,20 @@ def hessian_eigenvalues(
         raise ValueError(f"count must be between 1 and the number of weights, {hessian.size}, got {count}")
     start = hessian.random_normal(torch.Generator().manual_seed(seed))
     with hessian.measuring():
-        for space in lanczos(hessian, start):
-            ritz, mixing = np.linalg.eigh(space.projected)
+        for basis, projected, remainder in lanczos(hessian, start):
+            ritz, mixing = np.linalg.eigh(projected)
             wanted = np.argsort(-ritz)[:count]
-            values, residuals = ritz[wanted], np.abs(space.remainder * mixing[-1, wanted])
+            values, residuals = ritz[wanted], np.abs(remainder * mixing[-1, wanted])
             # On random spectra, 0.3 of the tolerance missed an eigenvalue about as rarely as ARPACK at the same
             # tolerance, with fewer products. Values below a millionth of the largest count as zero.
-            allowed = 0.3 * tolerance * np.maximum(np.abs(values), 1e-6 * np.abs(space.projected).max())
+            allowed = 0.3 * tolerance * np.maximum(np.abs(values), 1e-6 * np.abs(projected).max())
             converged = len(values) == count and bool((residuals <= allowed).all())
             if converged or hessian.products >= max_products:
                 break
     vectors = []
     for column in mixing.T[wanted].tolist():
         vector = torch.zeros_like(start)
-        for weight, member in zip(column, space.basis, strict=True):
+        for weight, member in zip(column, basis, strict=True):
             vector.add_(member, alpha=weight)
         vectors.append(dict(zip(hessian.parameters, hessian.split(vector), strict=True)))
     late = f"not converged to {tolerance} within {hessian.products} products: raise max_products"
@@ -259,8 +259,8 @@ def spectral_density(
     with hessian.measuring():
         for _ in range(probes):
             spaces = lanczos(hessian, hessian.random_normal(generator))
-            space = next(space for space in spaces if len(space.basis) == steps or space.remainder == 0)
-            values, vectors = np.linalg.eigh(space.projected)
+            projected = next(matrix for basis, matrix, left in spaces if len(basis) == steps or left == 0)
+            values, vectors = np.linalg.eigh(projected)
             nodes.append(values)
             shares.append(vectors[0] ** 2)
     every = np.concatenate(nodes)
@@ -290,21 +290,12 @@ def hessian_diagonal(hessian: HessianOperator | Objective, *, probes: int | None
 # ---- the Lanczos method
 
 
-class KrylovSpace(NamedTuple):
-    """An orthonormal basis of span{v, Hv, H²v, …}, and ``projected``, the operator H in that basis.
+def lanczos(hessian: HessianOperator | Tensor, start: Tensor) -> Iterator[tuple[list[Tensor], Array, float]]:
+    """Yield after each product an orthonormal basis of span{v, Hv, H²v, …}, H in that basis, and the norm of the last
+    product's component outside of that space: 0 if the space is invariant.
 
-    ``remainder`` is the norm of the last product's component outside the space: 0 if the space is invariant.
-    """
-
-    basis: list[Tensor]
-    projected: Array
-    remainder: float
-
-
-def lanczos(hessian: HessianOperator | Tensor, start: Tensor) -> Iterator[KrylovSpace]:
-    """Yield the space after each product; an invariant space is continued with a random vector orthogonal to it.
-
-    Sums and coefficients are float64; the basis is stored in the dtype of the products.
+    An invariant space is continued with a random vector orthogonal to it. Sums and coefficients are float64; the basis
+    is stored in the dtype of the products.
     """
     generator = torch.Generator().manual_seed(len(start))
     basis, projected = [start / torch.linalg.vector_norm(start)], np.zeros((0, 0))
@@ -316,7 +307,7 @@ def lanczos(hessian: HessianOperator | Tensor, start: Tensor) -> Iterator[Krylov
         projected[:, -1] = projected[-1] = coefficients
         remainder = float(torch.linalg.vector_norm(vector))
         is_invariant = remainder <= 1e-12 * np.abs(projected).max() or len(projected) == len(start)
-        yield KrylovSpace(basis, projected, 0.0 if is_invariant else remainder)
+        yield basis, projected, 0.0 if is_invariant else remainder
         if is_invariant:
             vector = torch.randn(len(start), generator=generator, dtype=torch.float64).to(start.device)
             _orthogonalize(vector, basis)
