@@ -162,7 +162,8 @@ def hessian_eigenvalues(
         raise ValueError(f"count must be between 1 and the number of weights, {hessian.size}, got {count}")
     start = hessian.random_normal(torch.Generator().manual_seed(seed))
     with hessian.measuring():
-        for basis, projected, remainder in lanczos(hessian, start):
+        for space in lanczos(hessian, start):
+            basis, projected, remainder = space
             ritz, mixing = np.linalg.eigh(projected)
             wanted = np.argsort(-ritz)[:count]
             values, residuals = ritz[wanted], np.abs(remainder * mixing[-1, wanted])
