@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch.optim import Optimizer
 
 from sparsesam.utils.checks import check_count
 
-#: A function of the step 1, 2, 3, … that returns a factor on the initial rho.
-RhoSchedule = Callable[[int], float]
+
+class RhoSchedule(Protocol):
+    """A function of the step 1, 2, 3, … that returns a factor on the initial rho."""
+
+    def __call__(self, step: int) -> float: ...
 
 
 @dataclass(frozen=True)
