@@ -73,6 +73,14 @@ def plain(model, opt, *, count=1, clip=1.0):
 # ---- Trainer ---------------------------------------------------------------------------------------------
 
 
+def test_documented_trainer_equals_plain_loop(tmp_path):
+    model, twin = language_model(), language_model()
+    names = {"torch": torch, "sparsesam": sparsesam, "train_set": sentences()}
+    pages.run("docs/hugging-face.md", 0, model=model, arguments=arguments(tmp_path), **names)
+    plain(twin, sparsesam.SAM(torch.optim.AdamW(twin.parameters(), lr=1e-3), twin, rho=0.05))
+    cases.assert_close(model, twin)
+
+
 @pytest.mark.parametrize("schedule", [{}, {"every": 2}], ids=str)
 def test_micro_batches_equal_plain_loop(schedule, tmp_path):
     model, twin = language_model(), language_model()

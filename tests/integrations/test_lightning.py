@@ -206,6 +206,15 @@ def test_trainer_equals_plain_loop(name, precision, count, clip, tmp_path):
         assert (savings.gradients > 0.5) is (name in ("narrowing", "manual"))  # loss.backward() computes everything
 
 
+def test_documented_accumulation_equals_plain_loop(tmp_path):
+    options = {"max_epochs": 2, "accelerator": "cpu", "default_root_dir": tmp_path, "logger": False}
+    module = Classifier(cases.mlp())
+    twin = copy.deepcopy(module)
+    trainer = pages.run(PAGE, 2, pytorch_lightning=pytorch_lightning, options=options)["trainer"]
+    trainer.fit(module, batches())
+    assert_same_run(module, twin, plain(twin, batches(), count=2))
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
