@@ -291,7 +291,7 @@ def hessian_diagonal(hessian: HessianOperator | Objective, *, probes: int | None
 # ---- the Lanczos method
 
 
-def lanczos(hessian: HessianOperator | Tensor, start: Tensor) -> Iterator[tuple[list[Tensor], Array, float]]:
+def lanczos(hessian: HessianOperator, start: Tensor) -> Iterator[tuple[list[Tensor], Array, float]]:
     """Yield after each product an orthonormal basis of span{v, Hv, H²v, …}, H in that basis, and the norm of the last
     product's component outside of that space: 0 if the space is invariant.
 
