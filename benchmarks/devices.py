@@ -86,7 +86,7 @@ def beyond_passes(case: Case) -> tuple[int, int]:
     for run in (case, case.closure, case.base.step):
         with mock.patch.object(perturbation, "HOSTS", ()), LaunchCounter() as counter:  # a CPU like an accelerator
             run()
-        counts.append((counter.count, counter.syncs.total()))
+        counts.append((counter.count, counter.syncs))
     passes = 1 if case.optimizer is case.base else 2
     launches, waits = (step - passes * each - update for step, each, update in zip(*counts, strict=True))
     return launches, waits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,26 +18,19 @@ _SYNCS = (_READ, "nonzero", "masked_select", "is_nonzero", "unique2", "equal")
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts dispatched operations by name, without views and allocations; ``syncs`` counts those that synchronize.
+    """``count`` is the number of dispatched operations, without views and allocations, ``syncs`` of those that wait.
 
     A ``_foreach`` operation counts once: an accelerator handles about a hundred tensors per launch.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: Counter[str] = Counter()
-        self.syncs: Counter[str] = Counter()
-
-    @property
-    def count(self) -> int:
-        return self.names.total()
+        self.count = self.syncs = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name in _SYNCS:
-            self.syncs[name] += 1
-        if not func.is_view and name not in _NO_LAUNCH:
-            self.names[name] += 1
+        self.syncs += name in _SYNCS
+        self.count += not func.is_view and name not in _NO_LAUNCH
         return func(*args, **(kwargs or {}))
 
 

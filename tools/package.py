@@ -29,12 +29,7 @@ for make in (
     lambda base: sparsesam.SSAM(base, model, rho=0.1, mask=sparsesam.fixed_mask("2.*"), norm="masked"),
 ):
     opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
-    def closure():
-        opt.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-    losses = [opt.step(closure).item() for _ in range(20)]
+    losses = [opt.minimize(lambda: torch.nn.functional.cross_entropy(model(x), y)).item() for _ in range(20)]
     assert losses[-1] < losses[0], losses
 print("sparsesam", sparsesam.__version__, "works with torch", torch.__version__)
 """

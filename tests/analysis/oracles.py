@@ -1,4 +1,4 @@
-"""Naive float64 versions of what the analyses compute."""
+"""What the analyses measure in the tests, and naive float64 versions of what they compute."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from sparsesam.analysis import Objective
+from tests.cases import vectors
 from tests.oracles import flat
+
+
+def batches():
+    return [vectors(12), vectors(5, seed=2)]
+
+
+def objective_of(model, **options):
+    return Objective(model, batches(), F.cross_entropy, **options)
 
 
 def mean_loss(model, batches):

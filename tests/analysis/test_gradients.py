@@ -4,16 +4,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from sparsesam.analysis import Objective, compare_gradients, gradient_difference
-from tests.analysis.oracles import mean_loss
-from tests.cases import half_masks, mlp, same_bits, vectors, weights_of
+from tests.analysis.oracles import batches, mean_loss, objective_of
+from tests.cases import half_masks, mlp, same_bits, weights_of
 from tests.oracles import flat, perturbation, unflat
-
-
-def batches():
-    return [vectors(12), vectors(5, seed=2)]
 
 
 def naive_ratios(model, rho):
@@ -30,7 +25,7 @@ def naive_ratios(model, rho):
 def test_share_quantiles_and_histogram_match_definition():
     model = mlp()
     before = weights_of(model)
-    found = gradient_difference(Objective(model, batches(), F.cross_entropy), 0.5)
+    found = gradient_difference(objective_of(model), 0.5)
     assert same_bits(model.parameters(), before)
     r = naive_ratios(mlp(), 0.5).log10().numpy()
     assert found.every.share_below_zero == pytest.approx((r < 0).mean())
@@ -42,7 +37,7 @@ def test_share_quantiles_and_histogram_match_definition():
 
 def test_inside_and_outside_of_mask_add_up():
     model = mlp()
-    found = gradient_difference(Objective(model, batches(), F.cross_entropy), 0.5, masks=half_masks(model))
+    found = gradient_difference(objective_of(model), 0.5, masks=half_masks(model))
     assert np.array_equal(found.inside.histogram + found.outside.histogram, found.every.histogram)
     assert found.inside.weights == sum(int(mask.sum()) for mask in half_masks(model).values())
 

@@ -7,11 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparsesam.analysis import Objective, loss_between, loss_landscape, random_directions
+from tests.analysis.oracles import objective_of
 from tests.cases import convnet, images, mlp, same_bits, vectors, weights_of
-
-
-def objective_of(model, **options):
-    return Objective(model, [vectors(12), vectors(5, seed=2)], F.cross_entropy, **options)
 
 
 def naive_loss(objective, moves):

@@ -104,6 +104,7 @@ def test_parameters_are_trained_ones_or_selected_by_name():
         ("generalization_bound", {"n": 1}, "n must be an integer of at least 2"),
         ("generalization_bound", {"delta": 0.0}, r"delta must be in \(0, 1\)"),
         ("gradient_difference", {"rho": 0.0}, "rho must be positive"),
+        ("hessian_diagonal", {"probes": 0}, "probes must be an integer of at least 1"),
         ("hessian_eigenvalues", {"count": 0}, "count must be between 1 and the number of weights, 119"),
         ("hessian_trace", {"probes": 1}, "probes must be an integer of at least 2"),
         ("loss_landscape", {"points": 1}, "points must be an integer of at least 2"),
@@ -115,6 +116,9 @@ def test_parameters_are_trained_ones_or_selected_by_name():
         ("sharpness", {"masks": {"0.bias": torch.ones(8)}}, "must be a bool tensor, got torch.float"),
         ("sharpness", {"rho": -1.0}, "rho must be positive and finite"),
         ("sharpness", {"steps": 0}, "steps must be an integer of at least 1"),
+        ("spectral_density", {"steps": 0}, "steps must be an integer of at least 1"),
+        ("spectral_density", {"points": 1}, "points must be an integer of at least 2"),
+        ("spectral_density", {"width": -1.0}, "width must be positive"),
     ],
 )
 def test_every_analysis_refuses_bad_arguments(name, options, message):

@@ -3,15 +3,10 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from sparsesam.analysis import Objective, sharpness
-from tests.analysis.oracles import best_in_ball
-from tests.cases import half_masks, mlp, vectors
-
-
-def batches():
-    return [vectors(12), vectors(5, seed=2)]
+from tests.analysis.oracles import best_in_ball, objective_of
+from tests.cases import half_masks, mlp
 
 
 class Quadratic(nn.Module):
@@ -46,7 +41,7 @@ def test_sharpness_of_quadratic_is_maximum_over_ball(seed, masked):
 
 def test_masked_sharpness_is_at_most_full():
     model = mlp()
-    objective = Objective(model, batches(), F.cross_entropy)
+    objective = objective_of(model)
     full, masked = sharpness(objective, 0.5), sharpness(objective, 0.5, masks=half_masks(model))
     assert 0 < masked.increase < full.increase
     assert masked.weights_perturbed == sum(int(mask.sum()) for mask in half_masks(model).values())

@@ -2,10 +2,6 @@
 
 Every analysis takes an `Objective`: a model, its loss and a fixed list of batches. Results are dataclasses with
 ``to_dict()`` for JSON and ``from_dict()`` to read it back.
-
-    objective = Objective(model, [(x, y)], F.cross_entropy)
-    loss_landscape(objective, points=25, state_file="landscape.npz")
-    hessian_eigenvalues(objective).ratio
 """
 
 from sparsesam.analysis.bound import GeneralizationBound, generalization_bound

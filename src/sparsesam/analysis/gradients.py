@@ -19,6 +19,7 @@ from sparsesam.analysis.objective import Objective, check_masks, moving, norm, s
 from sparsesam.analysis.results import AnalysisResult, Array, ObjectiveSummary
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_EDGES = np.linspace(-6, 4, 101)
 
 
 @dataclass(frozen=True)
@@ -89,23 +90,22 @@ def compare_gradients(
         raise ValueError("the two gradients must have the same names and shapes")
     if not plain:
         raise ValueError("the gradients are empty; give {name: tensor}")
-    edges = np.linspace(-6, 4, 101)
     g, h = ({name: _flat(tensors[name].double()) for name in plain} for tensors in (plain, perturbed))
     every_g, every_h = (np.concatenate(list(parts.values())) for parts in (g, h))
     kept = np.concatenate([_flat(mask) for mask in check_masks(masks, plain).values()])
     return GradientDifference(
         rho=None,
-        edges=edges,
-        every=_differences(every_g, every_h, edges),
-        layers={name: _differences(g[name], h[name], edges) for name in plain},
-        inside=None if masks is None else _differences(every_g[kept], every_h[kept], edges),
-        outside=None if masks is None else _differences(every_g[~kept], every_h[~kept], edges),
+        edges=_EDGES,
+        every=_differences(every_g, every_h),
+        layers={name: _differences(g[name], h[name]) for name in plain},
+        inside=None if masks is None else _differences(every_g[kept], every_h[kept]),
+        outside=None if masks is None else _differences(every_g[~kept], every_h[~kept]),
         gradient_norm=norm(plain.values()),
         measured_on=None,
     )
 
 
-def _differences(g: Array, h: Array, edges: Array) -> Differences:
+def _differences(g: Array, h: Array) -> Differences:
     """``g`` is the plain gradient, ``h`` the perturbed one."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         r = np.log10(np.abs((h - g) / g))
@@ -121,9 +121,9 @@ def _differences(g: Array, h: Array, edges: Array) -> Differences:
         not_finite=int(not_finite.sum()),
         share_below_zero=float((r < 0).sum() / defined) if defined else float("nan"),
         quantiles={f"{q:g}": float(value) for q, value in zip(_QUANTILES, quantiles, strict=True)},
-        histogram=np.histogram(finite, edges)[0].astype(np.int64),
-        below=int((finite < edges[0]).sum()),
-        above=int((finite > edges[-1]).sum()),
+        histogram=np.histogram(finite, _EDGES)[0].astype(np.int64),
+        below=int((finite < _EDGES[0]).sum()),
+        above=int((finite > _EDGES[-1]).sum()),
     )
 
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +28,6 @@ from torch.nn.functional import one_hot
 from sparsesam.analysis.objective import Objective, ParameterFilter, select_parameters
 from sparsesam.analysis.results import Array, Measurement
 from sparsesam.utils.checks import check_count
-
-Product = Callable[[Tensor], Tensor]
 
 
 class HessianOperator:
@@ -164,16 +162,30 @@ def hessian_eigenvalues(
         raise ValueError(f"count must be between 1 and the number of weights, {hessian.size}, got {count}")
     start = hessian.random_normal(torch.Generator().manual_seed(seed))
     with hessian.measuring():
-        values, errors, vectors, converged = top_eigenpairs(
-            hessian.__matmul__, start, count, tolerance=tolerance, max_products=max_products
-        )
+        for space in lanczos(hessian, start):
+            basis, projected, remainder = space
+            ritz, mixing = np.linalg.eigh(projected)
+            wanted = np.argsort(-ritz)[:count]
+            values, residuals = ritz[wanted], np.abs(remainder * mixing[-1, wanted])
+            # On random spectra, 0.3 of the tolerance missed an eigenvalue about as rarely as ARPACK at the same
+            # tolerance, with fewer products. Values below a millionth of the largest count as zero.
+            allowed = 0.3 * tolerance * np.maximum(np.abs(values), 1e-6 * np.abs(projected).max())
+            converged = len(values) == count and bool((residuals <= allowed).all())
+            if converged or hessian.products >= max_products:
+                break
+    vectors = []
+    for column in mixing.T[wanted].tolist():
+        vector = torch.zeros_like(start)
+        for weight, member in zip(column, basis, strict=True):
+            vector.add_(member, alpha=weight)
+        vectors.append(dict(zip(hessian.parameters, hessian.split(vector), strict=True)))
     late = f"not converged to {tolerance} within {hessian.products} products: raise max_products"
     return HessianSpectrum(
         eigenvalues=values,
-        error_bounds=errors,
+        error_bounds=residuals,
         converged=converged,
         ratio=float(values[0] / values[4]) if len(values) >= 5 and values[4] != 0 else None,
-        vectors=[dict(zip(hessian.parameters, hessian.split(vector), strict=True)) for vector in vectors],
+        vectors=vectors,
         **hessian.measured(*([] if converged else [late])),
     )
 
@@ -247,9 +259,9 @@ def spectral_density(
     nodes, shares = [], []
     with hessian.measuring():
         for _ in range(probes):
-            spaces = lanczos(hessian.__matmul__, hessian.random_normal(generator))
-            space = next(space for space in spaces if len(space.basis) == steps or space.remainder == 0)
-            values, vectors = np.linalg.eigh(space.projected)
+            spaces = lanczos(hessian, hessian.random_normal(generator))
+            projected = next(matrix for basis, matrix, left in spaces if len(basis) == steps or left == 0)
+            values, vectors = np.linalg.eigh(projected)
             nodes.append(values)
             shares.append(vectors[0] ** 2)
     every = np.concatenate(nodes)
@@ -279,33 +291,24 @@ def hessian_diagonal(hessian: HessianOperator | Objective, *, probes: int | None
 # ---- the Lanczos method
 
 
-class KrylovSpace(NamedTuple):
-    """An orthonormal basis of span{v, Hv, H²v, …}, and ``projected``, the operator H in that basis.
+def lanczos(hessian: HessianOperator, start: Tensor) -> Iterator[tuple[list[Tensor], Array, float]]:
+    """Yield after each product an orthonormal basis of span{v, Hv, H²v, …}, H in that basis, and the norm of the last
+    product's component outside of that space: 0 if the space is invariant.
 
-    ``remainder`` is the norm of the last product's component outside the space: 0 if the space is invariant.
-    """
-
-    basis: list[Tensor]
-    projected: Array
-    remainder: float
-
-
-def lanczos(product: Product, start: Tensor) -> Iterator[KrylovSpace]:
-    """Yield the space after each product; an invariant space is continued with a random vector orthogonal to it.
-
-    Sums and coefficients are float64; the basis is stored in the dtype of the products.
+    An invariant space is continued with a random vector orthogonal to it. Sums and coefficients are float64; the basis
+    is stored in the dtype of the products.
     """
     generator = torch.Generator().manual_seed(len(start))
     basis, projected = [start / torch.linalg.vector_norm(start)], np.zeros((0, 0))
     while len(projected) < len(start):
-        image = product(basis[-1])
+        image = hessian @ basis[-1]
         vector, dtype = image.double(), image.dtype
         coefficients = _orthogonalize(vector, basis)
         projected = np.pad(projected, (0, 1))
         projected[:, -1] = projected[-1] = coefficients
         remainder = float(torch.linalg.vector_norm(vector))
         is_invariant = remainder <= 1e-12 * np.abs(projected).max() or len(projected) == len(start)
-        yield KrylovSpace(basis, projected, 0.0 if is_invariant else remainder)
+        yield basis, projected, 0.0 if is_invariant else remainder
         if is_invariant:
             vector = torch.randn(len(start), generator=generator, dtype=torch.float64).to(start.device)
             _orthogonalize(vector, basis)
@@ -321,29 +324,3 @@ def _orthogonalize(vector: Tensor, basis: list[Tensor]) -> Array:
             vector.add_(member, alpha=-coefficient)
         total += coefficients
     return total
-
-
-def top_eigenpairs(
-    product: Product, start: Tensor, count: int, *, tolerance: float, max_products: int
-) -> tuple[Array, Array, list[Tensor], bool]:
-    """Returns the ``count`` largest eigenvalues, bounds of their errors, eigenvectors, and whether they converged.
-
-    The error of a Ritz value theta is at most its residual. The iteration stops when the residual is at most 0.3 *
-    tolerance * |theta| for all requested values; on random spectra this missed an eigenvalue about as rarely as ARPACK
-    at the same tolerance, with fewer products. Values below a millionth of the largest count as zero.
-    """
-    for space in lanczos(product, start):
-        ritz, mixing = np.linalg.eigh(space.projected)
-        wanted = np.argsort(-ritz)[:count]
-        residuals = np.abs(space.remainder * mixing[-1, wanted])
-        size = np.maximum(np.abs(ritz[wanted]), 1e-6 * np.abs(space.projected).max())
-        converged = len(wanted) == count and bool((residuals <= 0.3 * tolerance * size).all())
-        if converged or len(ritz) >= max_products:
-            break
-    vectors = []
-    for column in mixing.T[wanted].tolist():
-        vector = torch.zeros_like(start)
-        for weight, member in zip(column, space.basis, strict=True):
-            vector.add_(member, alpha=weight)
-        vectors.append(vector)
-    return ritz[wanted], residuals, vectors, converged

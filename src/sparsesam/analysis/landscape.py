@@ -62,7 +62,7 @@ def loss_landscape(
     total)`` is called after every point.
     """
     chosen = random_directions(objective.model) if directions is None else _checked(directions, objective.model)
-    return _evaluate(objective, chosen, [_axis(points, span)] * len(chosen), state_file, progress)
+    return _evaluate(objective, chosen, points, span, state_file, progress)
 
 
 def loss_between(
@@ -81,15 +81,16 @@ def loss_between(
     networks with batch normalization; ``Objective(statistics="recomputed")`` avoids this. Integer buffers are those
     of the first checkpoint.
     """
-    axis, model = _axis(points, span), objective.model
-    ends, states = [], copy.deepcopy((second, first))  # either may be the model's own, which is overwritten
-    with moving([*model.parameters(), *model.buffers()]):
-        for state in states:
-            model.load_state_dict(state)
-            floating = {name: tensor for name, tensor in _named_tensors(model).items() if tensor.is_floating_point()}
-            ends.append({name: tensor.detach().clone() for name, tensor in floating.items()})
-        way = {name: end - ends[1][name] for name, end in ends[0].items()}
-        result = _evaluate(objective, [way], [axis], state_file, progress)
+    model = objective.model
+    start, end = copy.deepcopy((first, second))  # either may be the model's own, which is overwritten
+    floating = {name: tensor for name, tensor in _named_tensors(model).items() if tensor.is_floating_point()}
+    with moving([*model.parameters(), *model.buffers()]), torch.no_grad():
+        model.load_state_dict(end)
+        way = {name: tensor.clone() for name, tensor in floating.items()}
+        model.load_state_dict(start)
+        for name, tensor in floating.items():
+            way[name] -= tensor
+        result = _evaluate(objective, [way], points, span, state_file, progress)
     frozen = objective.statistics == "frozen" and any(True for _ in model.buffers())
     return replace(result, notes=[_INTERPOLATED]) if frozen else result
 
@@ -135,13 +136,6 @@ def _checked(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> li
     return [{name: value.detach().to(known[name]) for name, value in direction.items()} for direction in directions]
 
 
-def _axis(points: int, span: tuple[float, float]) -> Array:
-    check_count("points", points, "the paper's figures have 50 by 50", least=2)
-    if not (math.isfinite(span[0]) and math.isfinite(span[1]) and span[0] < span[1]):
-        raise ValueError(f"span must be (low, high) with low < high, got {span}")
-    return np.linspace(*span, points)
-
-
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict((*model.named_parameters(), *model.named_buffers()))
 
@@ -149,30 +143,34 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _evaluate(
     objective: Objective,
     directions: Sequence[Direction],
-    axes: Sequence[Array],
+    points: int,
+    span: tuple[float, float],
     state_file: str | os.PathLike[str] | None,
     progress: ProgressCallback,
 ) -> Landscape:
-    """Evaluate the loss at every point of the grid: columns are the first axis, rows the second, if there is one."""
+    """Evaluate the loss at every point of the grid: columns are along the first direction, rows along the second."""
+    check_count("points", points, "the paper's figures have 50 by 50", least=2)
+    if not (math.isfinite(span[0]) and math.isfinite(span[1]) and span[0] < span[1]):
+        raise ValueError(f"span must be (low, high) with low < high, got {span}")
+    axis, dimensions = np.linspace(*span, points), len(directions)
     named = _named_tensors(objective.model)
     tensors = {name: named[name] for name in named if any(name in direction for direction in directions)}
     along = [[direction.get(name) for name in tensors] for direction in reversed(directions)]
-    points = list(itertools.product(*(axis.tolist() for axis in reversed(axes))))
+    grid = list(itertools.product(axis.tolist(), repeat=dimensions))
     with objective.measuring(), moving(list(tensors.values())) as move:
         center = objective.loss()
         file = None if state_file is None else Path(state_file)
-        losses = [] if file is None else _open_state(file, _fingerprint(objective, directions, axes))
-        for point in points[len(losses) :]:
+        losses = [] if file is None else _open_state(file, _fingerprint(objective, directions, axis))
+        for point in grid[len(losses) :]:
             move(*zip(along, point, strict=True))
             losses.append(objective.loss())
             if file is not None:
                 with file.open("a") as state:
                     state.write(f"{losses[-1]!r}\n")
-            progress(len(losses), len(points))
-    loss = np.reshape(losses, [len(axis) for axis in reversed(axes)])
-    x, y = axes[0], axes[1] if len(axes) == 2 else np.zeros(0)
+            progress(len(losses), len(grid))
+    y, loss = axis if dimensions == 2 else np.zeros(0), np.reshape(losses, [points] * dimensions)
     lengths, moved = [norm(d.values()) for d in directions], sum(tensor.numel() for tensor in tensors.values())
-    return Landscape(x, y, loss, center, lengths, moved, int((~np.isfinite(loss)).sum()), **objective.measured())
+    return Landscape(axis, y, loss, center, lengths, moved, int((~np.isfinite(loss)).sum()), **objective.measured())
 
 
 def _open_state(path: Path, fingerprint: str) -> list[float]:
@@ -189,10 +187,10 @@ def _open_state(path: Path, fingerprint: str) -> list[float]:
     return [float(line) for line in lines]
 
 
-def _fingerprint(objective: Objective, directions: Sequence[Direction], axes: Sequence[Array]) -> str:
+def _fingerprint(objective: Objective, directions: Sequence[Direction], axis: Array) -> str:
     """Returns a hash of everything the losses depend on, except the code of model and loss."""
     digest = hashlib.blake2b(repr((objective.summary(), objective.weights)).encode(), digest_size=16)
-    grid = [[axis.tolist() for axis in axes], [list(direction.items()) for direction in directions]]
+    grid = [[axis.tolist()] * len(directions), [list(direction.items()) for direction in directions]]
     # Includes the tensors that do not move: they differ between checkpoints.
     for leaf in tree_leaves([grid, list(_named_tensors(objective.model).values()), objective.batches]):
         if isinstance(leaf, Tensor):

@@ -39,8 +39,7 @@ class AnalysisResult:
 
     def remarks(self) -> list[str]:
         """Returns the notes of this result and of nested results, in order and without duplicates."""
-        values = [getattr(self, name) for name in _stored_fields(type(self))]
-        inner = [note for value in values if isinstance(value, AnalysisResult) for note in value.remarks()]
+        inner = [note for value in vars(self).values() if isinstance(value, AnalysisResult) for note in value.remarks()]
         return list(dict.fromkeys([*getattr(self, "notes", []), *inner]))
 
 

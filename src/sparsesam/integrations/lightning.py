@@ -1,8 +1,6 @@
-"""Lightning's Trainer calls ``optimizer.step(closure)``, so plain training works without this module. It is needed for
+"""Accumulation, fp16 and logging with Lightning's Trainer.
 
-- ``accumulate_grad_batches``: the callback `AccumulatedAscent`;
-- ``precision="16-mixed"``: the plugin `SharpnessAwareMixedPrecision`;
-- rho, sparsity, gradient norm and skipped steps in its loggers: the callback `SharpnessAwareMonitor`.
+It calls ``optimizer.step(closure)``, so plain training works without this module.
 """
 
 from __future__ import annotations

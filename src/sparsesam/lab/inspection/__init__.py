@@ -1,10 +1,4 @@
-"""Analyses of trained runs: measure a run, write the result to ``RUN/analyses/NAME.json``, and draw its figures.
-
-An analysis is one class and a line in `ANALYSES`. Its fields are the options of ``sparsesam analyze``; it measures a
-typed result, summarizes it for a table, and describes its figures, which ``--plot`` and the report draw.
-
-    run = load_run("runs/a", samples=256)  # run.model, run.objective, run.masks, run.config
-"""
+"""Analyses of trained runs: measure a run, write the result to ``RUN/analyses/NAME.json``, and draw its figures."""
 
 from typing import Any
 
