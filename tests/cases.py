@@ -192,6 +192,20 @@ def snapshot(model):
     )
 
 
+def modes():
+    """The number of torch's modes that are active: functions, dispatch, saved tensors."""
+    saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() + saved_tensors
+
+
+def hooks_of(model):
+    """The number of hooks of the modules, and of the parameters and their accumulators."""
+    attributes = [item for module in model.modules() for item in vars(module).items()]
+    of_modules = sum(len(hooks) for name, hooks in attributes if name.endswith("_hooks"))
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    return of_modules + sum(len(getattr(p, name) or ()) for p in model.parameters() for name in names)
+
+
 def same_state(model, twin):
     return same_bits(model.state_dict().values(), twin.state_dict().values())
 

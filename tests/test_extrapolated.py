@@ -34,14 +34,6 @@ def one_pass(opt, model):
 # ---- where the gradient is taken ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"rho": 0.0}, {"mask": sparsesam.random_mask(sparsity=1.0)}])
-def test_without_extrapolation_equals_base_optimizer(options):
-    model, twin = cases.convnet(), cases.convnet()
-    cases.train(model, sparsesam.ExtrapolatedSAM(cases.sgd(model), model, **options), range(4), batch=cases.images)
-    cases.train(twin, cases.sgd(twin), range(4), batch=cases.images)
-    assert cases.same_state(model, twin)
-
-
 def test_one_step_ahead_of_heavy_ball_is_nesterov():
     """w + mu (w - w_before) is where Nesterov's method takes its gradient."""
     model, _ = made(0.9, steps=5)

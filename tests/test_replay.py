@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsesam
 from sparsesam import replay
 from sparsesam.replay import Tape
+from tests import cases
 from tests.torture.optimizers import interrupted_at_line
 
 
@@ -275,10 +276,6 @@ def test_meta_device_needs_no_host_read():
     assert tape.reused >= 1
 
 
-def stacks():
-    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("fails_in", [1, 2])
 def test_nothing_is_left_after_an_error(error, fails_in):
@@ -302,7 +299,7 @@ def test_nothing_is_left_after_an_error(error, fails_in):
     except error:
         pass
     assert calls[0] == fails_in
-    assert stacks() == (0, 0)
+    assert cases.modes() == 0
     assert not tape.entries
     assert not inner._forward_pre_hooks
     assert not any(reference() for reference in memory)
@@ -378,7 +375,7 @@ def test_interruption_at_any_line_leaves_no_mode_on_torchs_stacks():
             with interrupted_at_line(line, files=("replay.py", "savings.py", "filters.py")):
                 opt.minimize(lambda: model(x).square().sum())
         except KeyboardInterrupt:
-            assert stacks() == (0, 0), line
+            assert cases.modes() == 0, line
         else:
             break  # a step has fewer lines
     assert line > 200

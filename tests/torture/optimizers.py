@@ -66,20 +66,6 @@ STEP = st.fixed_dictionaries(
 )
 
 
-def modes() -> int:
-    """The number of torch's modes that are active: functions, dispatch, saved tensors."""
-    saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() + saved_tensors
-
-
-def hooks_of(model: nn.Module) -> int:
-    """The number of hooks of the modules, and of the parameters and their accumulators."""
-    attributes = [item for module in model.modules() for item in vars(module).items()]
-    of_modules = sum(len(hooks) for name, hooks in attributes if name.endswith("_hooks"))
-    names = "_backward_hooks", "_post_accumulate_grad_hooks"
-    return of_modules + sum(len(getattr(p, name) or ()) for p in model.parameters() for name in names)
-
-
 class Twin(oracles.Naive):
     """The model in float64 before a step, with the state of the base optimizer and what the method keeps."""
 
@@ -368,7 +354,7 @@ class Machine(RuleBasedStateMachine):
     def nothing_is_left_behind(self):
         if hasattr(self, "opt"):
             assert not self.opt.is_perturbed
-            assert modes() == hooks_of(self.model) == 0
+            assert cases.modes() == cases.hooks_of(self.model) == 0
 
 
 def plain(n, t):
