@@ -165,17 +165,6 @@ def weights_of(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-class HalvedInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(0.5)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 0.5
-
-
 def same_bits(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
