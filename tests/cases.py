@@ -103,10 +103,10 @@ def in_two_phases(opt, model, x, y, *, narrows=False):
     return in_phases(opt, lambda: F.cross_entropy(model(x), y), narrows=narrows)
 
 
-def train(model, opt, seeds, *, batch=vectors, **options):
-    """A step with a closure on the batch of each seed; ``opt`` may be a bare base optimizer."""
+def train(model, opt, seeds, *, step=with_closure, batch=vectors, **options):
+    """A step on the batch of each seed; with a closure, ``opt`` may be a bare base optimizer."""
     for seed in seeds:
-        with_closure(opt, model, *batch(seed=seed, **options))
+        step(opt, model, *batch(seed=seed, **options))
 
 
 def both_passes(opt, model, x, y):

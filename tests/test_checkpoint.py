@@ -1,6 +1,6 @@
 """Save, resume, compare: a resumed run equals the uninterrupted one bit for bit.
 
-The methods of the family have the same test in `test_variants.py` and `test_extrapolated.py`; `torture/` kills runs.
+The methods of the family have the same test in `test_variants.py`; `torture/` kills runs.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def batch(device=META):
     return torch.empty(8, 4, 6, 6, device=device), torch.empty(8, dtype=torch.long, device=device)
 
 
-@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases])
+@pytest.mark.parametrize("step", [cases.by_minimize, cases.in_two_phases])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_whole_step_runs_on_meta_device(name, step):
     """There is no value to read there, and CPU tensors cannot be combined with meta tensors."""
@@ -97,7 +97,7 @@ def launches_beyond_two_passes(name, layers):
     """Per step, without those of the base optimizer."""
     model = network(layers)
     opt = OPTIMIZERS[name](model)
-    closure = cases.closure_for(model, opt, *batch())
+    closure = cases.closure_for(model, opt, *batch(), backward=opt.backward)
     opt.step(closure)
     with LaunchCounter() as step:
         opt.step(closure)

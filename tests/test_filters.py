@@ -271,17 +271,6 @@ def test_complex_weights(ascent):
     )
 
 
-def test_meta_device_needs_no_values():
-    _, x, weight, bias = linear_case(7, 6)
-    want = wanted_for(weight)[weight]
-    want.mask.rows = want.mask.rows.to("meta")
-    weight = nn.Parameter(weight.to("meta"))
-    layers = FilterLayers({weight: want})
-    found = narrowed_gradients(layers, lambda: F.linear(x.to("meta"), weight, bias.to("meta")).sum(), (weight,))
-    assert found[0].is_meta
-    assert layers.called
-
-
 # ---- where the plain backward runs ---------------------------------------------------------------------------------
 
 

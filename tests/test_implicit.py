@@ -109,8 +109,6 @@ def test_full_mask_makes_implicit_equal_explicit():
     for ascent in ("explicit", "implicit"):
         model = cases.mlp()
         opt = cases.ssam(model, "*", ascent=ascent)
-        for seed in range(3):
-            x, y = cases.vectors(seed=seed)
-            opt.minimize(lambda model=model, x=x, y=y: F.cross_entropy(model(x), y))
+        cases.train(model, opt, range(3), step=cases.by_minimize)
         results.append(cases.weights_of(model))
     assert cases.same_bits(*results)

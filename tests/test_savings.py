@@ -96,16 +96,6 @@ def test_no_activations_are_kept_after_step():
 # ---- it equals two plain passes; more in test_programs.py ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("x", [X, X[0]], ids=["batch", "no batch dimension"])
-def test_layers_with_some_filters(x):
-    model, twin = built(), built()
-    for each, engine in ((model, True), (twin, False)):
-        opt = cases.ssam(each, half_of_rows(each), engine=engine)
-        for _ in range(3):
-            cases.take_step(opt, lambda each=each: squares(each, x))
-    cases.assert_close(model, twin, rtol=1e-12)
-
-
 def test_reentrant_checkpoint_behind_a_perturbed_layer():
     """torch refuses to differentiate it in part."""
     model, twin = built(), built()
