@@ -117,12 +117,6 @@ def both_passes(opt, model, x, y):
         F.cross_entropy(model(x), y).backward()
 
 
-def without_first_pass(opt, model, x, y):
-    """One step in two phases, the first without first_pass()."""
-    both_passes(opt, model, x, y)
-    opt.step()
-
-
 def gradients_of(model, x, y):
     """The gradients of the loss on the batch, in the order of the parameters."""
     return torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))

@@ -55,7 +55,7 @@ def extrapolated(masks=None):
 
 
 def with_rho_on_device(model):
-    opt = sam()(model)
+    opt = sam(rho_schedule=sparsesam.Warmup(4))(model)
     opt.param_groups[0]["rho"] = torch.full((), 0.1, device=META)
     return opt
 
@@ -90,6 +90,7 @@ def test_whole_step_runs_on_meta_device(name, step):
     for _ in range(3):
         step(opt, model, *batch())
     assert opt.steps == 3
+    assert opt.savings().reused > 0 or name != "last layers"
     assert all(p.is_meta for p in model.parameters())
 
 
@@ -168,14 +169,6 @@ def test_mask_takes_at_most_four_bytes_per_weight_with_what_it_saves(pattern, sh
     assert max(beyond) / weights <= limit + 0.01
     if share < 1:
         assert max(beyond) / weights > 4 * share  # what is saved is counted
-
-
-def test_host_does_not_read_rho_tensor():
-    model = network(2)
-    opt = sparsesam.SAM(sgd(model), model, rho=0.1, rho_schedule=sparsesam.Warmup(4))
-    rho = opt.param_groups[0]["rho"] = torch.empty((), device=META)
-    cases.with_closure(opt, model, *batch())
-    assert opt.param_groups[0]["rho"] is rho
 
 
 def test_rho_tensor_follows_schedule_in_place():

@@ -207,25 +207,6 @@ def test_each_use_of_a_weight_has_its_gradient(call, is_narrow):
     assert bool((found[1] != expected[1]).any()) == bool(layers.called) == is_narrow
 
 
-def test_weights_are_recognized_in_modules_and_their_subclasses():
-    class Scaled(nn.Conv2d):
-        def forward(self, x):
-            return super().forward(x * 2)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.ReLU(inplace=True), Scaled(4, 4, 3), nn.Flatten(),
-        nn.Linear(64, 4), nn.ReLU(inplace=True),
-    ).double()  # fmt: skip
-    x = double(2, 3, 6, 6)
-    weights = [module.weight for module in (model[0], model[2], model[4])]
-    layers = FilterLayers({key: want for weight in weights for key, want in wanted_for(weight).items()})
-    expected = plain_gradients(lambda: weighted(model(x)), weights)
-    found = narrowed_gradients(layers, lambda: weighted(model(x)), weights)
-    equal(list(found), [one * mask_of(one, "filters") for one in expected])
-    assert layers.called == {id(weight) for weight in weights}
-
-
 def test_forward_mode_and_calls_without_gradients_are_plain():
     _, x, weight, bias = linear_case(7, 6)
     with FilterLayers(wanted_for(weight)) as layers:

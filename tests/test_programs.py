@@ -8,7 +8,6 @@ memory, branches and random numbers are drawn in test_random_programs.py.
 from __future__ import annotations
 
 import random
-import threading
 from functools import partial
 
 import numpy as np
@@ -142,28 +141,12 @@ EXPRESSIONS = {
 }
 #: Nothing of these can be reused: what they do first is different in the second pass, or unknown.
 REUSE_NOTHING = {
-    *("global_written_in_place", "numpy_array_made_outside", "perturbed_weight_read_first", "checkpoint_with_a_flag"),
-    "model_under_vmap",
+    *("numpy_array_made_outside", "perturbed_weight_read_first", "checkpoint_with_a_flag", "model_under_vmap"),
 }
 
 
 class Statements:
     """Programs of several lines."""
-
-    # Python state
-
-    def global_written_in_place(model, x, y):
-        h = model.features(x) + 1
-        GLOBAL.setdefault("seen", []).append(h.detach())
-        GLOBAL["seen"][0].mul_(0.9)
-        return model.middle(h.clone()) + GLOBAL["seen"][0].mean()
-
-    def thread_computes_a_part(model, x, y):
-        h, parts = model.features(x), []
-        worker = threading.Thread(target=lambda: parts.append(torch.sin(h.detach())))
-        worker.start()
-        worker.join()
-        return h + parts[0]
 
     def default_type_changes(model, x, y):
         h = model.features(x)
@@ -180,11 +163,6 @@ class Statements:
         if int(out[:, 0].sum().item() * 1000) % 2:
             out = F.dropout(out, 0.5)
         return F.cross_entropy(out + model.middle(F.dropout(x, 0.5))[:, :3], y)
-
-    def buffer_drawn_in_place(model, x, y):
-        with torch.no_grad():
-            model.average.normal_()
-        return model.features(x) + model.average
 
     # memory
 
@@ -235,14 +213,6 @@ class Statements:
             KeepsInContext.apply(h, "input with numpy").sum(), model.body.bias, retain_graph=True
         )[0]
         return torch.sin(h.detach()) + gradient
-
-    def hooks_on_activations_and_nodes(model, x, y):
-        h = model.body(x)
-        h.register_hook(lambda gradient: gradient * 0.5)
-        h.grad_fn.register_hook(lambda inputs, outputs: tuple(None if g is None else g * 0.5 for g in inputs))
-        node = model.middle.bias.view_as(model.middle.bias).grad_fn.next_functions[0][0]
-        GLOBAL["hook"] = node.register_hook(lambda *_: None) and None
-        return model.middle(torch.tanh(h))
 
     def output_detached_in_place(model, x, y):
         h = model.features(x)

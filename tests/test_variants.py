@@ -251,17 +251,21 @@ def test_resumed_run_equals_uninterrupted(name, rule, norm):
     cases.assert_resumes(new)
 
 
-def test_friendly_average_covers_what_the_norm_needs():
-    counts = {}
-    for norm in ("full", "masked"):
-        model = cases.mlp()
-        opt = sparsesam.FriendlySAM(
-            cases.sgd(model), model, 0.1, mask=sparsesam.fixed_mask(cases.half_masks(model)), norm=norm
-        )
-        train(model, opt, range(2))
-        counts[norm] = sum(part.numel() for part in opt.own.tensors["average"].values())
-    weights = sum(p.numel() for p in model.parameters())
-    assert counts == {"full": weights, "masked": sum(int(m.sum()) for m in cases.half_masks(model).values())}
+@pytest.mark.parametrize(
+    ("name", "norm", "size_of"),
+    [
+        ("FriendlySAM", "full", torch.numel),
+        ("FriendlySAM", "masked", torch.sum),
+        ("extrapolation", "masked", torch.sum),
+    ],
+)
+def test_kept_tensors_cover_what_the_norm_needs(name, norm, size_of):
+    model = cases.mlp()
+    masks = cases.half_masks(model)
+    opt = make(name, model, mask=sparsesam.fixed_mask(masks), norm=norm)
+    train(model, opt, range(2))
+    ((_, kept),) = opt.own.tensors.items()
+    assert sum(part.numel() for part in kept.values()) == sum(int(size_of(mask)) for mask in masks.values())
 
 
 def test_esam_leaves_out_gradients_of_tensors_not_drawn():

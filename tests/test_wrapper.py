@@ -56,7 +56,7 @@ JOINS = {
 }
 
 
-@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases, cases.without_first_pass])
+@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("join", JOINS)
 def test_layer_that_joins_later_is_perturbed(join, masked, step):
