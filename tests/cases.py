@@ -149,6 +149,12 @@ def sgd(model, lr=0.1, momentum=0.9, **options):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, **options)
 
 
+def made(kind, *values, **options):
+    """A model and its optimizer."""
+    model = mlp()
+    return model, kind(sgd(model), model, *values, **options)
+
+
 def ssam(model, mask="head.*", **options):
     """SSAM with a mask rule, or with what `fixed_mask` accepts: names, or a mask for each name."""
     rule = mask if isinstance(mask, sparsesam.MaskRule) else sparsesam.fixed_mask(mask)

@@ -14,8 +14,7 @@ from tests import cases
 
 
 def sam(kind=sparsesam.SAM, **options):
-    model = cases.mlp()
-    return kind(cases.sgd(model), model, **options)
+    return cases.made(kind, **options)[1]
 
 
 def budget(**options):
@@ -195,8 +194,7 @@ def test_calls_in_the_wrong_order_raise(misuse, words):
     ],
 )
 def test_ascent_fraction_needs_closure_and_batch(call, words):
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, ascent_fraction=0.25)
+    model, opt = cases.made(sparsesam.SAM, ascent_fraction=0.25)
     with pytest.raises(ValueError, match=words):
         call(opt, model, *cases.vectors())
 
@@ -221,8 +219,7 @@ def bad_fisher():
     ],
 )
 def test_mask_that_cannot_be_made_raises_in_the_first_step(mask, words):
-    model = cases.mlp()
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=mask())
+    model, opt = cases.made(sparsesam.SSAM, mask=mask())
     with pytest.raises(ValueError, match=words):
         cases.with_closure(opt, model, *cases.vectors())
 

@@ -172,8 +172,7 @@ def test_mask_takes_at_most_four_bytes_per_weight_with_what_it_saves(pattern, sh
 
 
 def test_rho_tensor_follows_schedule_in_place():
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1, rho_schedule=sparsesam.Warmup(4))
+    model, opt = cases.made(sparsesam.SAM, rho=0.1, rho_schedule=sparsesam.Warmup(4))
     rho = opt.param_groups[0]["rho"] = torch.tensor(0.4, dtype=torch.float64)
     e = cases.perturbation_of(opt, model, *cases.vectors())
     assert opt.param_groups[0]["rho"] is rho

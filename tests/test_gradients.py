@@ -31,8 +31,7 @@ def uncleared(model, x, y):
 @pytest.mark.parametrize("reached", [slice(None), slice(3)], ids=["all", "not the last layer"])
 @pytest.mark.parametrize("kind", [sparsesam.SAM, sparsesam.ExtrapolatedSAM])
 def test_closure_adding_to_older_gradients_raises(kind, reached):
-    model = cases.mlp()
-    opt = kind(cases.sgd(model), model)
+    model, opt = cases.made(kind)
     closure = uncleared(model, *cases.vectors())
     opt.step(closure)  # there are none before the first step
     before = cases.weights_of(model)
@@ -47,8 +46,7 @@ def test_closure_adding_to_older_gradients_raises(kind, reached):
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("by", ["wrapper", "base", "model"])
 def test_every_way_to_clear_gradients_in_closure_is_accepted(by, to_none):
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model)
+    model, opt = cases.made(sparsesam.SAM)
     clear, backward = (
         {"wrapper": opt, "base": opt.base, "model": model}[by].zero_grad,
         uncleared(model, *cases.vectors()),
@@ -60,8 +58,7 @@ def test_every_way_to_clear_gradients_in_closure_is_accepted(by, to_none):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_closure_may_assign_gradients(in_place):
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model)
+    model, opt = cases.made(sparsesam.SAM)
 
     def closure():
         for p, gradient in zip(model.parameters(), cases.gradients_of(model, *cases.vectors()), strict=True):
@@ -77,8 +74,7 @@ def test_closure_may_assign_gradients(in_place):
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_second_gradient_may_be_cleared_instead_of_used(to_none):
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model)
+    model, opt = cases.made(sparsesam.SAM)
     for _ in range(3):
         model.zero_grad(set_to_none=to_none)
         uncleared(model, *cases.vectors())()
@@ -90,8 +86,7 @@ def test_second_gradient_may_be_cleared_instead_of_used(to_none):
 
 
 def test_first_pass_adding_to_an_unused_second_gradient_raises():
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model)
+    model, opt = cases.made(sparsesam.SAM)
     cases.both_passes(opt, model, *cases.vectors())
     uncleared(model, *cases.vectors())()
     with pytest.raises(RuntimeError, match=r"which no step\(\) has used"), opt.perturbed():
@@ -99,8 +94,7 @@ def test_first_pass_adding_to_an_unused_second_gradient_raises():
 
 
 def test_abandoned_step_does_not_make_the_next_one_plain():
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model)
+    model, opt = cases.made(sparsesam.SAM)
     cases.both_passes(opt, model, *cases.vectors())
     opt.zero_grad()  # the user abandons this step
     uncleared(model, *cases.vectors())()
@@ -112,8 +106,7 @@ def test_abandoned_step_does_not_make_the_next_one_plain():
 
 
 def test_closure_without_gradients_raises_in_the_first_step():
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model)
+    model, opt = cases.made(sparsesam.SAM)
     before, closure = cases.weights_of(model), cases.closure_for(model, opt, *cases.vectors())
     with pytest.raises(RuntimeError, match="first pass made no gradients"):
         opt.step(lambda: torch.tensor(1.0))
@@ -125,8 +118,7 @@ def test_closure_without_gradients_raises_in_the_first_step():
 @pytest.mark.parametrize("clears", [True, False])
 def test_closure_without_backward_is_later_skipped_and_not_counted(clears):
     """As in the last epoch of Lightning's StochasticWeightAveraging."""
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
+    model, opt = cases.made(sparsesam.SAM, rho=0.1)
     cases.train(model, opt, range(1))
     before, calls = cases.weights_of(model), []
 
@@ -176,7 +168,7 @@ def half_masked(model):
     return cases.ssam(model, cases.half_masks(model), rho=0.1)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:the ascent gradient's norm")
 @pytest.mark.parametrize(("factor", "skipped_steps"), [(0.0, 0), (torch.nan, 1)])
 def test_two_gradients_that_are_zero_or_not_finite_leave_weights_unchanged(factor, skipped_steps):
     model = cases.mlp()

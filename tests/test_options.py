@@ -16,8 +16,7 @@ from tests import cases
 
 def run(make=sparsesam.SAM, **options):
     """The number of passes of each of six steps, and whether the last of them is at w + e."""
-    model = cases.mlp()
-    opt = make(cases.sgd(model), model, 0.3, **options)
+    model, opt = cases.made(make, 0.3, **options)
     passes, moved = [], []
     for seed in range(6):
         before, calls = cases.weights_of(model), []

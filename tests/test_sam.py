@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
-from tests import cases, oracles
+from tests import cases, oracles, test_variants
 
 # ---- the equations -----------------------------------------------------------------------------------------------
 
@@ -93,7 +93,6 @@ def take_step(way, opt, model, x, y):
 
 HEAD = {"mask": sparsesam.fixed_mask("head.*")}
 OPTIMIZERS = {
-    "SAM": method(sparsesam.SAM, 0.3),
     "last layer": cases.ssam,
     "last layer, full norm": partial(cases.ssam, norm="full"),
     "last layer, Adam, ASAM": method(
@@ -103,16 +102,8 @@ OPTIMIZERS = {
     "SSAM-D": lambda model: cases.ssam(model, sparsesam.dynamic_mask(sparsity=0.5, refresh=2)),
     "every other step": partial(cases.ssam, every=2),
     "from the third step": partial(cases.ssam, start=2),
-    "MomentumSAM": method(sparsesam.MomentumSAM),
-    "ExtrapolatedSAM": method(sparsesam.ExtrapolatedSAM, 3.0),
-    "GSAM": method(sparsesam.GSAM, 0.3),
-    "WSAM": method(sparsesam.WSAM, 0.3, **HEAD),
-    "LookSAM": method(sparsesam.LookSAM, 0.3, every=2),
-    "FriendlySAM": method(sparsesam.FriendlySAM, 0.3, norm="masked", **HEAD),
-    "ZSharp": method(sparsesam.ZSharp, 0.3),
-    "ESAM": method(sparsesam.ESAM, 0.3),
-    "by layer": method(sparsesam.SAM, 0.3, radius="layer", adaptive="layer"),
-    "by element": method(sparsesam.SAM, 0.01, radius="element"),
+    "FriendlySAM, last layer": method(sparsesam.FriendlySAM, 0.3, norm="masked", **HEAD),
+    **{name: partial(test_variants.make, name) for name in test_variants.METHODS if name != "three ascents"},
 }
 
 
@@ -139,8 +130,7 @@ class UnregisteredList(list):
 
 
 def test_result_of_closure_is_detached_and_keeps_its_type():
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.5)
+    model, opt = cases.made(sparsesam.SAM, rho=0.5)
     returned, (x, y) = [], cases.vectors()
 
     def closure():
@@ -163,8 +153,7 @@ def test_result_of_closure_is_detached_and_keeps_its_type():
 
 
 def test_auxiliary_outputs_are_those_of_the_first_pass_and_detached():
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.5)
+    model, opt = cases.made(sparsesam.SAM, rho=0.5)
     x, y = cases.vectors()
     expected = model(x).detach()
 
@@ -208,8 +197,7 @@ def backward_inside(model, x, y):
     ],
 )
 def test_function_that_is_no_loss_raises_and_changes_nothing(loss, error, words):
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model)
+    model, opt = cases.made(sparsesam.SAM)
     before = cases.weights_of(model)
     with pytest.raises(error, match=words):
         opt.minimize(lambda: loss(model, *cases.vectors()))

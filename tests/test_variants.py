@@ -269,8 +269,7 @@ def test_kept_tensors_cover_what_the_norm_needs(name, norm, size_of):
 
 
 def test_esam_leaves_out_gradients_of_tensors_not_drawn():
-    model = cases.mlp()
-    opt = sparsesam.ESAM(cases.sgd(model), model, 0.3, beta=0.5)
+    model, opt = cases.made(sparsesam.ESAM, 0.3, beta=0.5)
     shares = []
     for seed in range(8):
         train(model, opt, [seed])
@@ -320,8 +319,7 @@ def test_gradient_at_w_that_is_not_finite_does_not_poison_the_run(name, implemen
 @pytest.mark.parametrize("ended_by", ["not finite", "error"])
 def test_sharpness_term_of_a_step_not_taken_is_dropped(ended_by):
     """The next step, a plain one, once applied it."""
-    model = cases.mlp()
-    opt = sparsesam.WSAM(cases.sgd(model), model, every=2)
+    model, opt = cases.made(sparsesam.WSAM, every=2)
     x, y = cases.vectors()
     if ended_by == "not finite":
         with pytest.warns(RuntimeWarning, match="not finite"):
