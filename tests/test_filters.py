@@ -317,14 +317,6 @@ def test_checkpoints_may_run_again_inside_or_outside(use_reentrant, forward_insi
     equal(*([g * mask for g, mask in zip(each, masks, strict=True)] for each in (found, expected)))
 
 
-def test_offloaded_activations():
-    call, x, weight, bias = image()
-    layers = FilterLayers(wanted_for(weight))
-    with torch.autograd.graph.save_on_cpu():
-        found = narrowed_gradients(layers, lambda: call(x, weight, bias).sum(), (x, weight))
-    equal([*found], [*plain_gradients(lambda: call(x, weight, bias).sum(), (x, weight))])
-
-
 def test_compiled_blocks_are_plain_and_not_compiled_again():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
