@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -38,20 +39,15 @@ def two_of_four(model):
     return as_pattern("2:4").select(like)
 
 
-def sam(**options):
-    return lambda model: sparsesam.SAM(sgd(model), model, rho=0.1, **options)
-
-
-def ssam(masks, **options):
-    return lambda model: sam(mask=sparsesam.fixed_mask(masks(model)), **options)(model)
-
-
-def extrapolated(masks=None):
+def sam(masks=None, kind=sparsesam.SAM, rho=0.1, **options):
     def make(model):
-        mask = None if masks is None else sparsesam.fixed_mask(masks(model))
-        return sparsesam.ExtrapolatedSAM(sgd(model), model, 0.01, mask=mask)
+        mask = {} if masks is None else {"mask": sparsesam.fixed_mask(masks(model))}
+        return kind(sgd(model), model, rho, **mask, **options)
 
     return make
+
+
+extrapolated = partial(sam, kind=sparsesam.ExtrapolatedSAM, rho=0.01)
 
 
 def with_rho_on_device(model):
@@ -64,12 +60,12 @@ OPTIMIZERS = {
     "SAM": sam(),
     "SAM, rho on the device": with_rho_on_device,
     "ASAM": sam(adaptive=True),
-    "few entries": ssam(entries(0.3)),
-    "few entries, masked norm": ssam(entries(0.3), norm="masked"),
-    "most entries": ssam(entries(0.7)),
-    "rows": ssam(cases.every_other_filter),
-    "rows, masked norm": ssam(cases.every_other_filter, norm="masked"),
-    "2:4": ssam(two_of_four),
+    "few entries": sam(entries(0.3)),
+    "few entries, masked norm": sam(entries(0.3), norm="masked"),
+    "most entries": sam(entries(0.7)),
+    "rows": sam(cases.every_other_filter),
+    "rows, masked norm": sam(cases.every_other_filter, norm="masked"),
+    "2:4": sam(two_of_four),
     "last layers": sam(mask=sparsesam.fixed_mask("[2-9].*"), norm="masked"),
     "extrapolated": extrapolated(),
     "extrapolated, few entries": extrapolated(entries(0.3)),
