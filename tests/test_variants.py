@@ -251,6 +251,21 @@ def test_resumed_run_equals_uninterrupted(name, rule, norm):
     cases.assert_resumes(new)
 
 
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "extrapolation"])
+def test_model_may_change_its_dtype(name):
+    model, twin = cases.mlp(), cases.mlp()
+    opt, other = make(name, model), make(name, twin)
+    train(model, opt, range(4))
+    train(twin, other, range(4))
+    model.float()
+    for seed in range(4, 7):
+        x, y = cases.vectors(seed=seed)
+        opt.minimize(lambda x=x, y=y: F.cross_entropy(model(x.float()), y))
+    train(twin, other, range(4, 7))
+    weights = [p.double() for p in cases.weights_of(model)]
+    torch.testing.assert_close(weights, cases.weights_of(twin), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "norm", "size_of"),
     [
@@ -279,6 +294,22 @@ def test_esam_leaves_out_gradients_of_tensors_not_drawn():
 
 
 # ---- gradients that are scaled or not finite -----------------------------------------------------------------
+
+
+SCALED = ["GSAM", "WSAM coupled", "LookSAM", "ZSharp", "ESAM", "three ascents", "layer radius", "element radius"]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaler_does_not_change_the_step(name):
+    model, twin = cases.mlp(torch.float32), cases.mlp(torch.float32)
+    opt, other = make(name, model), make(name, twin)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for seed in range(6):
+        x, y = cases.vectors(dtype=torch.float32, seed=seed)
+        opt.minimize(lambda x=x, y=y: F.cross_entropy(model(x), y), scaler=scaler)
+        scaler.update()
+        other.minimize(lambda x=x, y=y: F.cross_entropy(twin(x), y))
+    cases.assert_close(model, twin, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("in_two_phases", [False, True])
