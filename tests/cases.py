@@ -103,10 +103,10 @@ def in_two_phases(opt, model, x, y, *, narrows=False):
     return in_phases(opt, lambda: F.cross_entropy(model(x), y), narrows=narrows)
 
 
-def train(model, opt, seeds, *, batch=vectors, **options):
-    """A step with a closure on the batch of each seed; ``opt`` may be a bare base optimizer."""
+def train(model, opt, seeds, *, step=with_closure, batch=vectors, **options):
+    """A step on the batch of each seed; with a closure, ``opt`` may be a bare base optimizer."""
     for seed in seeds:
-        with_closure(opt, model, *batch(seed=seed, **options))
+        step(opt, model, *batch(seed=seed, **options))
 
 
 def both_passes(opt, model, x, y):
@@ -115,12 +115,6 @@ def both_passes(opt, model, x, y):
     F.cross_entropy(model(x), y).backward()
     with opt.perturbed():
         F.cross_entropy(model(x), y).backward()
-
-
-def without_first_pass(opt, model, x, y):
-    """One step in two phases, the first without first_pass()."""
-    both_passes(opt, model, x, y)
-    opt.step()
 
 
 def gradients_of(model, x, y):
@@ -155,6 +149,12 @@ def sgd(model, lr=0.1, momentum=0.9, **options):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, **options)
 
 
+def made(kind, *values, **options):
+    """A model and its optimizer."""
+    model = mlp()
+    return model, kind(sgd(model), model, *values, **options)
+
+
 def ssam(model, mask="head.*", **options):
     """SSAM with a mask rule, or with what `fixed_mask` accepts: names, or a mask for each name."""
     rule = mask if isinstance(mask, sparsesam.MaskRule) else sparsesam.fixed_mask(mask)
@@ -163,17 +163,6 @@ def ssam(model, mask="head.*", **options):
 
 def weights_of(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-class HalvedInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(0.5)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 0.5
 
 
 def same_bits(left, right):
@@ -190,6 +179,20 @@ def snapshot(model):
         torch.random.get_rng_state(),
         torch.backends.mha.get_fastpath_enabled(),
     )
+
+
+def modes():
+    """The number of torch's modes that are active: functions, dispatch, saved tensors."""
+    saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() + saved_tensors
+
+
+def hooks_of(model):
+    """The number of hooks of the modules, and of the parameters and their accumulators."""
+    attributes = [item for module in model.modules() for item in vars(module).items()]
+    of_modules = sum(len(hooks) for name, hooks in attributes if name.endswith("_hooks"))
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    return of_modules + sum(len(getattr(p, name) or ()) for p in model.parameters() for name in names)
 
 
 def same_state(model, twin):

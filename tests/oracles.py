@@ -27,26 +27,6 @@ def perturbation(gradient, weight, mask, *, rho, norm="full", eta=None):
     return rho * mask * scale**2 * gradient / length
 
 
-def ssam_step(model, base, loss_of, *, rho, masks=None, norm="full", eta=None):
-    """w <- base's update of w with the gradient at w + e; returns the loss at w."""
-    parameters = list(model.parameters())
-    loss = loss_of(model)
-    gradient = flat(torch.autograd.grad(loss, parameters))
-    weight = flat([p.detach() for p in parameters])
-    mask = torch.ones_like(weight) if masks is None else flat([m.to(weight.dtype) for m in masks])
-    moved = weight + perturbation(gradient, weight, mask, rho=rho, norm=norm, eta=eta)
-    with torch.no_grad():
-        for parameter, value in zip(parameters, unflat(moved, parameters), strict=True):
-            parameter.copy_(value)
-    there = torch.autograd.grad(loss_of(model), parameters)
-    with torch.no_grad():
-        for parameter, value, g in zip(parameters, unflat(weight, parameters), there, strict=True):
-            parameter.copy_(value)
-            parameter.grad = g
-    base.step()
-    return loss.detach()
-
-
 class Naive:
     """A model whose weights, gradients and mask are flat float64 vectors; ``kept`` is what a method remembers."""
 
@@ -63,10 +43,13 @@ class Naive:
             for p, value in zip(self.parameters, unflat(vector, self.parameters), strict=True):
                 p.copy_(value)
 
+    def loss(self):
+        return F.cross_entropy(self.model(self.x), self.y)
+
     def gradient(self, at):
         here = self.w
         self.set(at)
-        found = torch.autograd.grad(F.cross_entropy(self.model(self.x), self.y), self.parameters)
+        found = torch.autograd.grad(self.loss(), self.parameters)
         self.set(here)
         return flat(found)
 
@@ -81,6 +64,15 @@ class Naive:
     def by_tensor(self, function, *vectors):
         parts = zip(*(unflat(vector, self.parameters) for vector in vectors), strict=True)
         return flat([function(*one) for one in parts])
+
+
+def ssam_step(model, base, loss_of, *, rho, masks=None, norm="full", eta=None):
+    """w <- base's update of w with the gradient at w + e; returns the loss at w."""
+    n = Naive(model, base, masks, norm)
+    n.loss = lambda: loss_of(model)
+    loss = n.loss().detach()
+    n.update(n.gradient(n.w + perturbation(n.gradient(n.w), n.w, n.mask, rho=rho, norm=norm, eta=eta)))
+    return loss
 
 
 def fisher_by_definition(model, x, y, loss_fn):

@@ -14,8 +14,7 @@ from tests import cases
 
 
 def sam(kind=sparsesam.SAM, **options):
-    model = cases.mlp()
-    return kind(cases.sgd(model), model, **options)
+    return cases.made(kind, **options)[1]
 
 
 def budget(**options):
@@ -49,6 +48,14 @@ FIXED = sparsesam.fixed_mask("0.*")
         ({"ascent": "implicit", "mask": FIXED}, 'norm must be "masked" with ascent="implicit"'),
         ({"ascent": "implicit-dense", "mask": FIXED, "engine": False}, "engine must be True with ascent="),
         ({"ascent_scope": "local"}, "model must be the DistributedDataParallel itself"),
+        ({"kind": sparsesam.GSAM, "alpha": -1.0}, "alpha must be a finite number of at least 0, got -1.0"),
+        ({"kind": sparsesam.GSAM, "alpha": math.inf}, "alpha must be a finite number of at least 0, got inf"),
+        ({"kind": sparsesam.WSAM, "gamma": 1.0}, r"gamma must be in \[0, 1\), got 1.0"),
+        ({"kind": sparsesam.LookSAM, "alpha": math.nan}, "alpha must be a finite number of at least 0, got nan"),
+        ({"kind": sparsesam.FriendlySAM, "sigma": "1"}, "sigma must be a finite number of at least 0, got 1"),
+        ({"kind": sparsesam.FriendlySAM, "decay": 1.5}, r"decay must be in \[0, 1\], got 1.5"),
+        ({"kind": sparsesam.ZSharp, "quantile": 95}, r"quantile must be in \[0, 1\], got 95"),
+        ({"kind": sparsesam.ESAM, "beta": 0.0}, r"beta must be in \(0, 1\], got 0.0"),
     ],
     ids=str,
 )
@@ -187,8 +194,7 @@ def test_calls_in_the_wrong_order_raise(misuse, words):
     ],
 )
 def test_ascent_fraction_needs_closure_and_batch(call, words):
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, ascent_fraction=0.25)
+    model, opt = cases.made(sparsesam.SAM, ascent_fraction=0.25)
     with pytest.raises(ValueError, match=words):
         call(opt, model, *cases.vectors())
 
@@ -213,8 +219,7 @@ def bad_fisher():
     ],
 )
 def test_mask_that_cannot_be_made_raises_in_the_first_step(mask, words):
-    model = cases.mlp()
-    opt = sparsesam.SSAM(cases.sgd(model), model, mask=mask())
+    model, opt = cases.made(sparsesam.SSAM, mask=mask())
     with pytest.raises(ValueError, match=words):
         cases.with_closure(opt, model, *cases.vectors())
 

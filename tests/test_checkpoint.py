@@ -1,6 +1,6 @@
 """Save, resume, compare: a resumed run equals the uninterrupted one bit for bit.
 
-The methods of the family have the same test in `test_variants.py` and `test_extrapolated.py`; `torture/` kills runs.
+The methods of the family have the same test in `test_variants.py`; `torture/` kills runs.
 """
 
 from __future__ import annotations
@@ -155,8 +155,7 @@ def test_hooks_are_called_and_may_replace_the_state():
 
 
 def test_checkpoint_without_perturbed_parameters_loads():
-    model = cases.mlp()
-    opt = sparsesam.ExtrapolatedSAM(cases.sgd(model), model)
+    model, opt = cases.made(sparsesam.ExtrapolatedSAM)
     opt.param_groups[0]["perturb"] = False
     cases.train(model, opt, range(1))
     opt.load_state_dict(opt.state_dict())

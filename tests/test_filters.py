@@ -207,25 +207,6 @@ def test_each_use_of_a_weight_has_its_gradient(call, is_narrow):
     assert bool((found[1] != expected[1]).any()) == bool(layers.called) == is_narrow
 
 
-def test_weights_are_recognized_in_modules_and_their_subclasses():
-    class Scaled(nn.Conv2d):
-        def forward(self, x):
-            return super().forward(x * 2)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.ReLU(inplace=True), Scaled(4, 4, 3), nn.Flatten(),
-        nn.Linear(64, 4), nn.ReLU(inplace=True),
-    ).double()  # fmt: skip
-    x = double(2, 3, 6, 6)
-    weights = [module.weight for module in (model[0], model[2], model[4])]
-    layers = FilterLayers({key: want for weight in weights for key, want in wanted_for(weight).items()})
-    expected = plain_gradients(lambda: weighted(model(x)), weights)
-    found = narrowed_gradients(layers, lambda: weighted(model(x)), weights)
-    equal(list(found), [one * mask_of(one, "filters") for one in expected])
-    assert layers.called == {id(weight) for weight in weights}
-
-
 def test_forward_mode_and_calls_without_gradients_are_plain():
     _, x, weight, bias = linear_case(7, 6)
     with FilterLayers(wanted_for(weight)) as layers:
@@ -269,17 +250,6 @@ def test_complex_weights(ascent):
     assert (
         weight_gradient(PackedMask.pack(mask_of(weight, "filters")), weight, ascent="explicit", norm="masked") is None
     )
-
-
-def test_meta_device_needs_no_values():
-    _, x, weight, bias = linear_case(7, 6)
-    want = wanted_for(weight)[weight]
-    want.mask.rows = want.mask.rows.to("meta")
-    weight = nn.Parameter(weight.to("meta"))
-    layers = FilterLayers({weight: want})
-    found = narrowed_gradients(layers, lambda: F.linear(x.to("meta"), weight, bias.to("meta")).sum(), (weight,))
-    assert found[0].is_meta
-    assert layers.called
 
 
 # ---- where the plain backward runs ---------------------------------------------------------------------------------
@@ -345,14 +315,6 @@ def test_checkpoints_may_run_again_inside_or_outside(use_reentrant, forward_insi
     masks = [mask_of(weight, "filters") for weight in weights]
     found = [weight.grad for weight in weights]
     equal(*([g * mask for g, mask in zip(each, masks, strict=True)] for each in (found, expected)))
-
-
-def test_offloaded_activations():
-    call, x, weight, bias = image()
-    layers = FilterLayers(wanted_for(weight))
-    with torch.autograd.graph.save_on_cpu():
-        found = narrowed_gradients(layers, lambda: call(x, weight, bias).sum(), (x, weight))
-    equal([*found], [*plain_gradients(lambda: call(x, weight, bias).sum(), (x, weight))])
 
 
 def test_compiled_blocks_are_plain_and_not_compiled_again():

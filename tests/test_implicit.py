@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import sparsesam
 from tests import cases, oracles
+from tests.test_filters import mask_of
 
 
 class Reference(nn.Module):
@@ -44,18 +44,11 @@ MODELS = {
 
 
 def masks_of(model, kind):
-    generator = torch.Generator().manual_seed(3)
-    masks = {}
-    for index, (name, p) in enumerate(model.named_parameters()):
-        mask = torch.ones_like(p, dtype=torch.bool)
-        if p.dim() > 1:
-            if kind == "filters":
-                mask[torch.rand(len(p), generator=generator) < 0.5] = False
-            elif kind == "2:4":
-                mask = sparsesam.NM(2, 4).select({name: torch.rand(p.shape, generator=generator)})[name]
-            elif kind == "tensor":
-                mask[:] = index != 2
-        masks[name] = mask
+    """Masks of the kind for weights; "tensor" leaves out one of them."""
+    of_weights = "all" if kind == "tensor" else kind
+    masks = {name: mask_of(p, of_weights if p.dim() > 1 else "all") for name, p in model.named_parameters()}
+    if kind == "tensor":
+        masks["2.weight"][:] = False
     return masks
 
 
@@ -109,8 +102,6 @@ def test_full_mask_makes_implicit_equal_explicit():
     for ascent in ("explicit", "implicit"):
         model = cases.mlp()
         opt = cases.ssam(model, "*", ascent=ascent)
-        for seed in range(3):
-            x, y = cases.vectors(seed=seed)
-            opt.minimize(lambda model=model, x=x, y=y: F.cross_entropy(model(x), y))
+        cases.train(model, opt, range(3), step=cases.by_minimize)
         results.append(cases.weights_of(model))
     assert cases.same_bits(*results)

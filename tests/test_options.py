@@ -16,15 +16,15 @@ from tests import cases
 
 def run(make=sparsesam.SAM, **options):
     """The number of passes of each of six steps, and whether the last of them is at w + e."""
-    model = cases.mlp()
-    opt = make(cases.sgd(model), model, 0.3, **options)
+    model, opt = cases.made(make, 0.3, **options)
     passes, moved = [], []
     for seed in range(6):
         before, calls = cases.weights_of(model), []
-        remember = partial(lambda calls: calls.append(cases.weights_of(model)), calls)
+        remember = partial(lambda calls: calls.append((opt.in_second_pass, cases.weights_of(model))), calls)
         opt.step(cases.closure_for(model, opt, *cases.vectors(seed=seed), then=remember))
         passes.append(len(calls))
-        moved.append(not cases.same_bits(calls[-1], before))
+        assert [is_second for is_second, _ in calls] == [False, True][: len(calls)]
+        moved.append(not cases.same_bits(calls[-1][1], before))
     return passes, moved
 
 
@@ -35,6 +35,8 @@ def run(make=sparsesam.SAM, **options):
         (sparsesam.SAM, {"start": 4}, [1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1]),
         (sparsesam.SAM, {"start": 1, "every": 2}, [1, 2, 1, 2, 1, 2], [0, 1, 0, 1, 0, 1]),
         (sparsesam.SAM, {"mask": sparsesam.random_mask(sparsity=1.0)}, [1] * 6, [0] * 6),
+        *((kind, {}, [2] * 6, [1] * 6) for kind in (sparsesam.GSAM, sparsesam.WSAM, sparsesam.FriendlySAM)),
+        (sparsesam.LookSAM, {"every": 2}, [2, 1, 2, 1, 2, 1], [1, 0, 1, 0, 1, 0]),
         (sparsesam.MomentumSAM, {}, [1] * 6, [0, 1, 1, 1, 1, 1]),  # there is no momentum yet
         (sparsesam.ExtrapolatedSAM, {"start": 3, "every": 2}, [1] * 6, [0, 0, 0, 1, 0, 1]),
     ],

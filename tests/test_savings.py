@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -96,16 +95,6 @@ def test_no_activations_are_kept_after_step():
 # ---- it equals two plain passes; more in test_programs.py ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("x", [X, X[0]], ids=["batch", "no batch dimension"])
-def test_layers_with_some_filters(x):
-    model, twin = built(), built()
-    for each, engine in ((model, True), (twin, False)):
-        opt = cases.ssam(each, half_of_rows(each), engine=engine)
-        for _ in range(3):
-            cases.take_step(opt, lambda each=each: squares(each, x))
-    cases.assert_close(model, twin, rtol=1e-12)
-
-
 def test_reentrant_checkpoint_behind_a_perturbed_layer():
     """torch refuses to differentiate it in part."""
     model, twin = built(), built()
@@ -114,32 +103,6 @@ def test_reentrant_checkpoint_behind_a_perturbed_layer():
         opt.minimize(lambda each=each: checkpoint(each.b, each.a(X).relu(), use_reentrant=True).square().sum())
         assert opt.savings().gradients == 0
     assert cases.same_state(model, twin)
-
-
-CHANGES = {
-    "refresh_mask": lambda model, opt: opt.refresh_mask(),
-    "refresh_mask now": lambda model, opt: opt.refresh_mask(now=True),
-    "perturb": lambda model, opt: opt.param_groups[0].update(perturb=False),
-    "frozen": lambda model, opt: model.a.requires_grad_(False),
-}
-
-
-@pytest.mark.parametrize("first_pass", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_between_two_phase_steps(change, first_pass):
-    model, twin = built(), built()
-    for each, engine in ((model, True), (twin, False)):
-        opt = cases.ssam(each, sparsesam.random_mask(sparsity=0.5, pattern="filter"), engine=engine)
-        for step in range(2):
-            if step == 1:
-                CHANGES[change](each, opt)
-            opt.zero_grad()
-            with opt.first_pass() if first_pass else nullcontext():
-                squares(each).backward()
-            with opt.perturbed():
-                squares(each).backward()
-            opt.step()
-    cases.assert_close(model, twin, atol=1e-11)
 
 
 def test_mask_that_changes_between_phases_raises():

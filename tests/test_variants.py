@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,11 +26,11 @@ BASES = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
+WITHOUT_MOMENTUM = ["sgd", "adagrad", "rprop"]
 MASKS = {
     "all": lambda model: None,
     "half": lambda model: sparsesam.fixed_mask(cases.half_masks(model)),
     "filters": lambda model: sparsesam.fixed_mask(cases.every_other_filter(model)),
-    "2:4": lambda model: sparsesam.random_mask(pattern="2:4", seed=3),
 }
 
 # ---- the equations, on flat vectors --------------------------------------------------------------------------
@@ -151,17 +152,17 @@ METHODS = {
     "layer radius": (layer_radius, method(sparsesam.SAM, 0.1, radius="layer")),
     "element radius": (element_radius, method(sparsesam.SAM, 0.03, radius="element", adaptive=True, eta=0.02)),
     "layerwise ASAM": (layerwise_adaptive, method(sparsesam.SAM, 0.2, adaptive="layer")),
-}
+    "extrapolation": (
+        extrapolated, lambda *given, norm="masked", **options: sparsesam.ExtrapolatedSAM(*given, 0.015, **options)
+    ),
+}  # fmt: skip
 
 
 def make(name, model, base=cases.sgd, **options):
     return METHODS[name][1](base(model), model, **options)
 
 
-def train(model, opt, steps):
-    for seed in steps:
-        x, y = cases.vectors(seed=seed)
-        opt.minimize(lambda x=x, y=y: F.cross_entropy(model(x), y))
+train = partial(cases.train, step=cases.by_minimize)
 
 
 def assert_equals_naive(equation, wrap, base, mask, norm):
@@ -176,7 +177,7 @@ def assert_equals_naive(equation, wrap, base, mask, norm):
 
 
 @pytest.mark.parametrize("norm", ["full", "masked"])
-@pytest.mark.parametrize("mask", ["all", "half", "filters"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("implementation", ["host", "accelerator"])
 @pytest.mark.parametrize("name", METHODS)
 def test_method_equals_equations(name, implementation, mask, norm):
@@ -185,15 +186,14 @@ def test_method_equals_equations(name, implementation, mask, norm):
         assert_equals_naive(equation, lambda *given, **o: wrap(*given, norm=norm, **o), "momentum", mask, norm)
 
 
-@pytest.mark.parametrize("base", [name for name in BASES if name not in ("sgd", "adagrad", "rprop")])
+@pytest.mark.parametrize("base", [name for name in BASES if name not in WITHOUT_MOMENTUM])
 def test_momentum_of_every_base_equals_equation(base):
     assert_equals_naive(*METHODS["momentum"], base, "half", "full")
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("base", ["sgd", "momentum", "adamw", "adagrad", "rprop"])
-def test_extrapolation_equals_equation(base, mask):
-    assert_equals_naive(extrapolated, method(sparsesam.ExtrapolatedSAM, 0.015), base, mask, "masked")
+@pytest.mark.parametrize("base", [*WITHOUT_MOMENTUM, "adamw"])
+def test_extrapolation_with_other_bases_equals_equation(base):
+    assert_equals_naive(*METHODS["extrapolation"], base, "half", "masked")
 
 
 # ---- limits --------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_resumed_run_equals_uninterrupted(name, rule, norm):
     cases.assert_resumes(new)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "extrapolation"])
 def test_model_may_change_its_dtype(name):
     model, twin = cases.mlp(), cases.mlp()
     opt, other = make(name, model), make(name, twin)
@@ -266,22 +266,18 @@ def test_model_may_change_its_dtype(name):
     torch.testing.assert_close(weights, cases.weights_of(twin), rtol=1e-3, atol=1e-4)
 
 
-def test_friendly_average_covers_what_the_norm_needs():
-    counts = {}
-    for norm in ("full", "masked"):
-        model = cases.mlp()
-        opt = sparsesam.FriendlySAM(
-            cases.sgd(model), model, 0.1, mask=sparsesam.fixed_mask(cases.half_masks(model)), norm=norm
-        )
-        train(model, opt, range(2))
-        counts[norm] = sum(int(part.count_nonzero()) for part in opt.own.tensors["average"].values())
-    weights = sum(p.numel() for p in model.parameters())
-    assert counts == {"full": weights, "masked": sum(int(m.sum()) for m in cases.half_masks(model).values())}
+@pytest.mark.parametrize(("norm", "covered"), [("full", torch.numel), ("masked", torch.sum)])
+def test_friendly_average_covers_what_the_norm_needs(norm, covered):
+    model = cases.mlp()
+    masks = cases.half_masks(model)
+    opt = make("FriendlySAM", model, mask=sparsesam.fixed_mask(masks), norm=norm)
+    train(model, opt, range(2))
+    kept = opt.own.tensors["average"].values()
+    assert sum(int(part.count_nonzero()) for part in kept) == sum(int(covered(mask)) for mask in masks.values())
 
 
 def test_esam_leaves_out_gradients_of_tensors_not_drawn():
-    model = cases.mlp()
-    opt = sparsesam.ESAM(cases.sgd(model), model, 0.3, beta=0.5)
+    model, opt = cases.made(sparsesam.ESAM, 0.3, beta=0.5)
     shares = []
     for seed in range(8):
         train(model, opt, [seed])
@@ -291,6 +287,7 @@ def test_esam_leaves_out_gradients_of_tensors_not_drawn():
 
 
 # ---- gradients that are scaled or not finite -----------------------------------------------------------------
+
 
 SCALED = ["GSAM", "WSAM coupled", "LookSAM", "ZSharp", "ESAM", "three ascents", "layer radius", "element radius"]
 
@@ -326,7 +323,9 @@ def test_scaler_is_refused_where_its_scale_would_stay(name, in_two_phases):
 
 
 @pytest.mark.parametrize("implementation", ["host", "accelerator"])
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("momentum", "three ascents")])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if name not in ("momentum", "extrapolation", "three ascents")]
+)
 def test_gradient_at_w_that_is_not_finite_does_not_poison_the_run(name, implementation):
     with cases.moved_as_on(implementation):
         model = cases.mlp()
@@ -344,8 +343,7 @@ def test_gradient_at_w_that_is_not_finite_does_not_poison_the_run(name, implemen
 @pytest.mark.parametrize("ended_by", ["not finite", "error"])
 def test_sharpness_term_of_a_step_not_taken_is_dropped(ended_by):
     """The next step, a plain one, once applied it."""
-    model = cases.mlp()
-    opt = sparsesam.WSAM(cases.sgd(model), model, every=2)
+    model, opt = cases.made(sparsesam.WSAM, every=2)
     x, y = cases.vectors()
     if ended_by == "not finite":
         with pytest.warns(RuntimeWarning, match="not finite"):
@@ -385,26 +383,6 @@ def test_options_that_do_not_go_together_raise(name, options):
     option = next(iter(options))
     with pytest.raises(ValueError, match=f"{option} must be .*, got {options[option]!r}: "):
         make(name, model, mask=sparsesam.fixed_mask("0.*"), **options)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        (sparsesam.GSAM, {"alpha": -1.0}, "alpha must be a finite number of at least 0, got -1.0"),
-        (sparsesam.GSAM, {"alpha": math.inf}, "alpha must be a finite number of at least 0, got inf"),
-        (sparsesam.WSAM, {"gamma": 1.0}, r"gamma must be in \[0, 1\), got 1.0"),
-        (sparsesam.LookSAM, {"alpha": math.nan}, "alpha must be a finite number of at least 0, got nan"),
-        (sparsesam.LookSAM, {"every": 0}, "every must be an integer of at least 1, got 0"),
-        (sparsesam.FriendlySAM, {"sigma": "1"}, "sigma must be a finite number of at least 0, got 1"),
-        (sparsesam.FriendlySAM, {"decay": 1.5}, r"decay must be in \[0, 1\], got 1.5"),
-        (sparsesam.ZSharp, {"quantile": 95}, r"quantile must be in \[0, 1\], got 95"),
-        (sparsesam.ESAM, {"beta": 0.0}, r"beta must be in \(0, 1\], got 0.0"),
-    ],
-)
-def test_invalid_arguments_raise(method, options, message):
-    model = cases.mlp()
-    with pytest.raises(ValueError, match=message):
-        method(cases.sgd(model), model, **options)
 
 
 def test_several_ascent_steps_in_two_phases_raise():

@@ -56,7 +56,7 @@ JOINS = {
 }
 
 
-@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases, cases.without_first_pass])
+@pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("join", JOINS)
 def test_layer_that_joins_later_is_perturbed(join, masked, step):
@@ -137,8 +137,7 @@ def test_printed_optimizer_names_method_and_base():
 
 @pytest.mark.parametrize("step", [cases.by_minimize, cases.with_closure])
 def test_step_hooks_of_wrapper_and_base_fire_once(step):
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
+    model, opt = cases.made(sparsesam.SAM, rho=0.1)
     seen = []
     opt.register_step_pre_hook(lambda *_: seen.append("wrapper before"))
     opt.register_step_post_hook(lambda *_: seen.append("wrapper after"))
@@ -161,8 +160,7 @@ def test_learning_rate_schedulers_on_wrapper_or_base(on, step):
 
 
 def test_one_cycle_drives_momentum_through_wrapper():
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
+    _, opt = cases.made(sparsesam.SAM, rho=0.1)
     torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10)
     assert opt.base.param_groups[0]["momentum"] == 0.95
 
@@ -172,8 +170,7 @@ def test_one_cycle_drives_momentum_through_wrapper():
 
 def test_state_dict_and_copies_in_a_pass():
     """The model's state dict warns; a copy of the model is a plain model; the optimizer is not copied."""
-    model = cases.mlp()
-    opt = sparsesam.SAM(cases.sgd(model), model, rho=0.1)
+    model, opt = cases.made(sparsesam.SAM, rho=0.1)
     F.cross_entropy(model(cases.vectors()[0]), cases.vectors()[1]).backward()
     with opt.perturbed():
         with pytest.warns(RuntimeWarning, match="holds the perturbed weights"):

@@ -46,11 +46,6 @@ def test_every_equation_theorem_table_and_figure_is_listed():
     assert all(f"Lemma {number}" in shown for number in range(1, 6))
 
 
-def test_places_are_abbreviated():
-    places = ["Table 1", "Table 2", "Table 3", "Table 5", "Figure 7"]
-    assert paper_page._places(places) == "tables 1 to 3, 5; figure 7"
-
-
 def test_every_picture_is_made_by_its_commands(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     pytest.importorskip("sklearn")

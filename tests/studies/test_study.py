@@ -153,23 +153,20 @@ def test_comparisons_are_paired_by_seed():
 
 
 @pytest.mark.parametrize(
-    ("value", "interval", "within", "expected"),
+    ("value", "interval", "options", "expected"),
     [
-        (1.0, 0.5, None, "confirmed"),
-        (-1.0, 0.5, None, "refuted"),
-        (1.0, 1.5, None, "undecided"),
-        (0.2, 0.5, 1.0, "confirmed"),
-        (0.8, 0.5, 1.0, "undecided"),
-        (-2.0, 0.5, 1.0, "refuted"),
-        (2.0, math.nan, None, "undecided"),
+        (1.0, 0.5, {"within": None}, "confirmed"),
+        (-1.0, 0.5, {"within": None}, "refuted"),
+        (1.0, 1.5, {"within": None}, "undecided"),
+        (2.0, math.nan, {"within": None}, "undecided"),
+        (0.2, 0.5, {"within": 1.0}, "confirmed"),
+        (0.8, 0.5, {"within": 1.0}, "undecided"),
+        (-2.0, 0.5, {"within": 1.0}, "refuted"),
+        (2.0, 0.5, {"within": 1.0, "one_sided": True}, "confirmed"),
+        (-0.4, 0.5, {"within": 1.0, "one_sided": True}, "confirmed"),
+        (-0.8, 0.5, {"within": 1.0, "one_sided": True}, "undecided"),
+        (-2.0, 0.5, {"within": 1.0, "one_sided": True}, "refuted"),
     ],
 )
-def test_verdicts(value, interval, within, expected):
-    assert verdict(Mean(value, 0.1, interval, 5), within=within) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [(2.0, "confirmed"), (-0.4, "confirmed"), (-0.8, "undecided"), (-2.0, "refuted")]
-)
-def test_verdicts_of_not_worse(value, expected):
-    assert verdict(Mean(value, 0.1, 0.5, 5), within=1.0, one_sided=True) == expected
+def test_verdicts(value, interval, options, expected):
+    assert verdict(Mean(value, 0.1, interval, 5), **options) == expected

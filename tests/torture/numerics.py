@@ -1,15 +1,4 @@
-"""Numbers at the ends of their range: what the optimizers do with them.
-
-- e is that of the equation to one rounding of the weight's dtype (float16 and bfloat16 included), for every ||g|| from
-  1e-30 to 1e36. On a CPU the norm itself neither overflows nor underflows; on other devices squares are
-  in float32 (float64 for float64), and a norm that overflows or is zero there counts as below.
-- A smaller ||g||, NaN or inf: the step is taken without perturbation and counted in ``skipped_ascents``; if the last
-  gradient is not finite either, no step is taken (``skipped_steps``).
-- Parameters without or with one entry are parameters like others. A batch without samples has a
-  gradient of zero, also where its loss is NaN: the base takes a step without perturbation.
-- GSAM's scalar products are in at least float32; where they overflow, the step is SAM's.
-- Selection counts and positions are 64-bit integers.
-"""
+"""Numbers at the ends of their range: what a step promises in docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -90,6 +79,7 @@ def set_gradients(model: nn.Module, gradients: list[torch.Tensor]) -> None:
 
 
 def combined_gradients() -> None:
+    """GSAM's scalar products are in at least float32; where they overflow, the step is SAM's."""
     scales = {torch.float16: (1e-4, 1, 1e3), **dict.fromkeys((torch.bfloat16, torch.float32), (1e-4, 1, 1e3, 1e25))}
     for dtype, scale in ((kind, scale) for kind, those in scales.items() for scale in those):
         model = nn.ParameterList([torch.ones(64).to(dtype)])

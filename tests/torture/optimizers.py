@@ -30,7 +30,7 @@ from torch.nn import functional as F
 import sparsesam
 from tests import cases, oracles
 from tests.test_variants import METHODS as VARIANTS
-from tests.test_variants import extrapolated, method
+from tests.test_variants import method
 
 LIBRARY = Path(sparsesam.__file__).parent
 TOLERANCES = {torch.float64: {"rtol": 1e-7, "atol": 1e-9}, torch.float32: {"rtol": 1e-3, "atol": 1e-4}}
@@ -42,10 +42,9 @@ RULES = {
     "filters": sparsesam.random_mask(sparsity=0.5, pattern="filter"),
     "dynamic": sparsesam.dynamic_mask(sparsity=0.5, refresh=2),
 }
-SSAM, EXTRAPOLATED = method(sparsesam.SSAM, 0.3), method(sparsesam.ExtrapolatedSAM, 0.015)
+SSAM = method(sparsesam.SSAM, 0.3)
 METHODS = VARIANTS | {
     "SSAM": (VARIANTS["SAM"][0], lambda *given, mask, **options: SSAM(*given, mask=mask or RULES["random"], **options)),
-    "extrapolation": (extrapolated, lambda *given, norm, **options: EXTRAPOLATED(*given, **options)),
 }
 #: Where a step fails: in a call of the loss, in a backward, before the update, or at a line of the library.
 FAULTS = st.one_of(
@@ -63,20 +62,6 @@ STEP = st.fixed_dictionaries(
         "fault": st.integers(0, 2).flatmap(lambda number: FAULTS if number == 2 else st.just(("", 0))),
     }
 )
-
-
-def modes() -> int:
-    """The number of torch's modes that are active: functions, dispatch, saved tensors."""
-    saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() + saved_tensors
-
-
-def hooks_of(model: nn.Module) -> int:
-    """The number of hooks of the modules, and of the parameters and their accumulators."""
-    attributes = [item for module in model.modules() for item in vars(module).items()]
-    of_modules = sum(len(hooks) for name, hooks in attributes if name.endswith("_hooks"))
-    names = "_backward_hooks", "_post_accumulate_grad_hooks"
-    return of_modules + sum(len(getattr(p, name) or ()) for p in model.parameters() for name in names)
 
 
 class Twin(oracles.Naive):
@@ -119,14 +104,10 @@ class Twin(oracles.Naive):
         pairs = zip(masks, self.parameters, strict=True)
         self.mask = oracles.flat([torch.zeros_like(p) if mask is None else mask.double() for mask, p in pairs])
 
-    def gradient(self, at):
-        current = self.w
-        self.set(at)
+    def loss(self):
         loss = sum(F.cross_entropy(self.model(x.double()), y) for x, y in self.batches)
-        found = torch.autograd.grad(loss, self.parameters)
-        self.set(current)
         self.statistics = self.statistics or [buffer.clone() for buffer in self.model.buffers()]  # of the first pass
-        return oracles.flat(found)
+        return loss
 
     def update(self, gradient):
         super().update(gradient.clamp(-LARGEST, LARGEST) if self.clip else gradient)
@@ -370,7 +351,7 @@ class Machine(RuleBasedStateMachine):
     def nothing_is_left_behind(self):
         if hasattr(self, "opt"):
             assert not self.opt.is_perturbed
-            assert modes() == hooks_of(self.model) == 0
+            assert cases.modes() == cases.hooks_of(self.model) == 0
 
 
 def plain(n, t):

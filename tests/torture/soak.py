@@ -27,7 +27,6 @@ from torch.utils.data import TensorDataset
 
 import sparsesam
 from tests import cases
-from tests.torture.optimizers import hooks_of, modes
 
 FISHER = sparsesam.fisher_mask(TensorDataset(*cases.images(32)), F.cross_entropy, sparsity=0.5, samples=8, refresh=7)
 FILTERS = partial(sparsesam.SSAM, mask=sparsesam.random_mask(sparsity=0.5, pattern="filter"))
@@ -101,8 +100,8 @@ def measured(models: list[nn.Module]) -> dict[str, float]:
         "RSS": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
         "open files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "modes": modes(),
-        "hooks": sum(map(hooks_of, models)),
+        "modes": cases.modes(),
+        "hooks": sum(map(cases.hooks_of, models)),
         "objects": len(gc.get_objects()),
     }
 
