@@ -13,6 +13,7 @@ help:  ## list the targets
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing sparsesam and its development tools into .venv (a minute or two)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps backpack-for-pytorch==1.7.1 curvlinops-for-pytorch==3.0.1
 	@touch $@
 
 demo: .venv/.installed  ## SGD, SAM, SSAM and the recommended optimizer side by side, about a minute

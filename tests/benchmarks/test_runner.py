@@ -9,7 +9,7 @@ from benchmarks.runner import BENCHMARKS, Session
 
 from benchmarks import __main__ as runner
 
-NEEDS = {"hessian": ("scipy",), "steps": ("pytorch_optimizer",), "methods": ("pytorch_optimizer",)}
+NEEDS = {"hessian": ("curvlinops", "scipy"), "steps": ("pytorch_optimizer",), "methods": ("pytorch_optimizer",)}
 SLOW = ("compiled", "ddp", "report", "sweep")  # start processes, or compile
 
 
