@@ -46,7 +46,6 @@ def test_ranking_names_best_and_those_alike():
         "best": {0: 0.51, 1: 0.77, 2: 0.912},
         "two seeds": {0: 0.99, 1: 0.99},
     }
-    found = rank(values)
-    assert (found.best, found.alike) == ("best", ["alike", "best"])
-    assert rank(values, highest=False).best == "worse"
-    assert rank({name: values[name] for name in ("best", "two seeds")}) is None
+    assert rank(values) == ["best", "alike"]
+    assert rank(values, highest=False)[0] == "worse"
+    assert rank({name: values[name] for name in ("best", "two seeds")}) == []

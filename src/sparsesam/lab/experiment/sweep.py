@@ -226,16 +226,13 @@ def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
     """Yield a GPU that no other run of the sweep uses, as a ``devices`` string; the lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in itertools.cycle(range(count)):
-        lock = FileLock(folder / f"gpu-{number}.lock")
         try:
-            lock.acquire(timeout=1.0)
+            lock = FileLock(folder / f"gpu-{number}.lock").acquire(timeout=1.0)
         except Timeout:
             continue
-        try:
+        with lock:
             yield f"{number},"
             return
-        finally:
-            lock.release()
 
 
 def _in_processes(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: int) -> Iterator[_Ended]:
