@@ -13,8 +13,8 @@ def test_half_width_matches_student_t():
 
 def test_interval_takes_three_seeds_and_stays_between_0_and_1():
     assert half_width([1.0, 2.0]) is None
-    assert confidence_interval([0.5], lowest=0.0, highest=1.0) is None
-    low, high = confidence_interval([0.97, 0.98, 0.99], lowest=0.0, highest=1.0)
+    assert confidence_interval([0.5], 1.0) is None
+    low, high = confidence_interval([0.97, 0.98, 0.99], 1.0)
     assert (low, high) == (pytest.approx(0.98 - 4.302653 * 0.01 / math.sqrt(3)), 1.0)
 
 

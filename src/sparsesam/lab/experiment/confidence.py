@@ -22,14 +22,12 @@ def half_width(values: Sequence[float]) -> float | None:
     return float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def confidence_interval(
-    values: Sequence[float], *, lowest: float = -math.inf, highest: float = math.inf
-) -> tuple[float, float] | None:
-    """Returns the 95 % interval of the mean, clipped to the range of possible values (0 to 1 for an accuracy)."""
+def confidence_interval(values: Sequence[float], highest: float) -> tuple[float, float] | None:
+    """Returns the 95 % interval of the mean, clipped to the possible values, from 0 to ``highest``."""
     if (width := half_width(values)) is None:
         return None
     mean = statistics.fmean(values)
-    return max(lowest, mean - width), min(highest, mean + width)
+    return max(0.0, mean - width), min(highest, mean + width)
 
 
 def differ(first: Mapping[int, float], second: Mapping[int, float]) -> bool | None:

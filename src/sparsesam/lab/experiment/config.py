@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import sparsesam
 from sparsesam.lab.data import DATASETS
 from sparsesam.lab.experiment.setting_types import (
     Fraction,
@@ -44,7 +45,14 @@ Method = Literal[
 #: Optimizers that take one pass per step.
 PLAIN = ("sgd", "adam", "adamw")
 #: Methods without a mask that have settings of their own.
-VARIANTS = ("gsam", "wsam", "friendly-sam", "look-sam", "esam", "zsharp")
+VARIANTS: dict[str, type[sparsesam.SharpnessAware]] = {
+    "gsam": sparsesam.GSAM,
+    "wsam": sparsesam.WSAM,
+    "friendly-sam": sparsesam.FriendlySAM,
+    "look-sam": sparsesam.LookSAM,
+    "esam": sparsesam.ESAM,
+    "zsharp": sparsesam.ZSharp,
+}
 _MASKED = ("ssam-f", "ssam-d", "ssam-g", "ssam-random")
 _PERTURBS = Rule("an optimizer that perturbs", lambda config: not config.is_plain)
 _TUNABLE = _PERTURBS & Rule("optimizer other than auto", lambda config: config.optimizer != "auto")
@@ -307,26 +315,14 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**({"optimizer": "ssam"} if implied else {}), **given}
 
 
-def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
-
-
 def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironment]:
     """Build both kinds of settings from one mapping, as in a run's ``config.yaml``."""
-    check_names(values, (*DEFAULTS, *names_of(RunEnvironment)))
-    config, environment = (
-        {name: values[name] for name in names_of(kind) if name in values} for kind in (TrainConfig, RunEnvironment)
-    )
-    return TrainConfig(**config), RunEnvironment(**environment)
+    check_names(values, [*DEFAULTS, *(field.name for field in dataclasses.fields(RunEnvironment))])
+    of_config = {name: value for name, value in values.items() if name in DEFAULTS}
+    return TrainConfig(**of_config), RunEnvironment(**{name: values[name] for name in values.keys() - DEFAULTS.keys()})
 
 
 def from_mapping(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Build settings of one kind; ValueError suggests names for an unknown one."""
-    check_names(values, names_of(kind))
+    check_names(values, [field.name for field in dataclasses.fields(kind)])
     return kind(**values)
-
-
-def differences(old: TrainConfig, new: TrainConfig) -> str:
-    """Describe the settings that differ: old value, new value."""
-    changed = [name for name in DEFAULTS if getattr(old, name) != getattr(new, name)]
-    return "; ".join(f"{name}: {getattr(old, name)}, now {getattr(new, name)}" for name in changed)

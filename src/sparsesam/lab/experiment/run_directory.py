@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sparsesam.lab.display import plural
 from sparsesam.lab.experiment import checkpoint
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, differences, split_settings
+from sparsesam.lab.experiment.config import DEFAULTS, RunEnvironment, TrainConfig, split_settings
 from sparsesam.lab.experiment.errors import CheckpointError, RunError, one_line
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.masks.packed import unpack_bits
@@ -53,7 +53,6 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path) -> RunDirectory:
-        """Returns the directory of an existing run."""
         directory = cls(path)
         if not directory.config.exists():
             raise ValueError(f"{path} has no run: there is no config.yaml; pass a directory of `sparsesam train`")
@@ -87,8 +86,10 @@ class RunDirectory:
             saved = self.saved_config()
             same = dataclasses.replace(config, epochs=saved.epochs).canonical == saved.canonical
             if not same or config.epochs < saved.epochs:
+                pairs = ((name, getattr(saved, name), getattr(config, name)) for name in DEFAULTS)
+                changed = "; ".join(f"{name}: {old}, now {new}" for name, old, new in pairs if old != new)
                 raise ValueError(
-                    f"{self.path} was started with other settings ({differences(saved, config)}); "
+                    f"{self.path} was started with other settings ({changed}); "
                     "omit them to continue it (only a larger --epochs is allowed), or choose another --out"
                 )
             if self.result.exists() and config.epochs == saved.epochs:
@@ -181,7 +182,6 @@ class RunDirectory:
 
 
 def sum_of(content: Any) -> str:
-    """Returns a sum of plain values."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

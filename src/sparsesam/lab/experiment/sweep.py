@@ -113,12 +113,16 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
     ``overrides`` override all settings in the file; ``seeds`` overrides its seeds.
     """
     try:
-        text, name = _read(file)
-        content = as_mapping("the file", read_yaml(text))
+        given = Path(file)
+        place = given if given.is_file() else resources.files("sparsesam.lab.experiment") / "sweeps" / f"{file}.yaml"
+        if not place.is_file():
+            found = suggestion(str(file), [*map(str, given.parent.glob("*.yaml")), "demo"])
+            raise ValueError(f"does not exist; pass a YAML file or demo, the sweep included in sparsesam{found}")
+        content = as_mapping("the file", read_yaml(place.read_text(encoding="utf-8")))
         check_names(content, _KEYS)
-        title = convert("title", content.get("title", name), str)
-        given = content.get("seeds", 1) if seeds is None else seeds
-        chosen = convert("seeds", given, PositiveInt | tuple[int, ...])
+        title = convert("title", content.get("title", given.stem), str)
+        wanted = content.get("seeds", 1) if seeds is None else seeds
+        chosen = convert("seeds", wanted, PositiveInt | tuple[int, ...])
         if not isinstance(chosen, int) and (not chosen or len(set(chosen)) < len(chosen)):
             raise ValueError(f"seeds must be a number, or a list without repetitions, got {list(chosen)}")
         return Sweep(title, _variants(content, overrides), range(chosen) if isinstance(chosen, int) else chosen)
@@ -151,16 +155,6 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
             configs.setdefault(" ".join(word for word in words if word) or "run", config)
     check_used(config, sorted(shared))
     return configs
-
-
-def _read(file: str | Path) -> tuple[str, str]:
-    given, included = Path(file), resources.files("sparsesam.lab.experiment") / "sweeps" / f"{file}.yaml"
-    if given.is_file():
-        return given.read_text(encoding="utf-8"), given.stem
-    if included.is_file():
-        return included.read_text(encoding="utf-8"), str(file)
-    found = suggestion(str(file), [*map(str, given.parent.glob("*.yaml")), "demo"])
-    raise ValueError(f"does not exist; pass a YAML file or demo, the sweep included in sparsesam{found}")
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
