@@ -54,7 +54,6 @@ REFUSED = [
     ("train --lr-gamma 0.2", NO_EFFECT),
     ("train --config settings.yaml --optimizer sam", NO_EFFECT),
     ("train --init-from none.pt", "none.pt does not exist"),
-    ("train --model sparsesam:__version__", "must be a function, got str"),
     ("train --dataset cifar10 --data-dir none", "none"),
     ("train --dataset folder", "--data-dir"),
     ("train --config none.yaml", "none.yaml cannot be read: [Errno 2] No such file"),

@@ -24,7 +24,7 @@ USED = [
 def test_hash_differs_between_configs_and_equals_for_equal_ones():
     assert TrainConfig().content_hash == TrainConfig().content_hash
     assert TrainConfig(rho=0.2).content_hash != TrainConfig().content_hash
-    same = from_mapping(TrainConfig, {"betas": [0.9, 0.999], "label_noise": 0, "rho": "1e-1"})
+    same = from_mapping({"betas": [0.9, 0.999], "label_noise": 0, "rho": "1e-1"})
     assert same.content_hash == TrainConfig().content_hash
 
 

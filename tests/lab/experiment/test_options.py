@@ -46,7 +46,6 @@ REJECTED = [
     ({"val_size": 1000}, "val_size must be below the number of training images, 1000"),
     ({"image_size": 32}, "image_size must be null for digits"),
     ({"model": "vit-s-16"}, "image_size"),
-    ({"model": "resnet10smal"}, "did you mean resnet10-small"),
 ]
 
 

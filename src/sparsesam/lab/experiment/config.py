@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import sparsesam
 from sparsesam.lab.data import DATASETS
@@ -31,8 +31,6 @@ from sparsesam.lab.experiment.setting_types import (
 from sparsesam.lab.models import MODELS
 from sparsesam.lab.names import check_names
 from sparsesam.masks.patterns import as_pattern
-
-ConfigT = TypeVar("ConfigT", "TrainConfig", "RunEnvironment")
 
 #: Part of every hash; increase it when the default of a setting changes.
 _HASH_VERSION = 3
@@ -322,7 +320,7 @@ def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironme
     return TrainConfig(**of_config), RunEnvironment(**{name: values[name] for name in values.keys() - DEFAULTS.keys()})
 
 
-def from_mapping(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Build settings of one kind; ValueError suggests names for an unknown one."""
-    check_names(values, [field.name for field in dataclasses.fields(kind)])
-    return kind(**values)
+def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
+    """Build the settings of a run; ValueError suggests names for an unknown one."""
+    check_names(values, DEFAULTS)
+    return TrainConfig(**values)

@@ -146,7 +146,7 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     for label, values in variants.items():
         own = as_mapping(f"variant {label}", values or {})
         for point in itertools.product(*axes):
-            config = from_mapping(TrainConfig, complete({**settings, **dict(point), **own, **overrides}))
+            config = from_mapping(complete({**settings, **dict(point), **own, **overrides}))
             check_used(config, own.keys() - overrides.keys())
             shared &= unused(config).keys()
             without = {*unused(config), *own, *overrides}
