@@ -5,9 +5,7 @@ records.jsonl one line per epoch       best.pt   the weights with the best valid
 result.json   of a finished run only   masks/    each mask, written when it is computed
 analyses/     results of `sparsesam analyze`        failure.json  of a failed run only
 
-Every file is checked before it is used: text files end with a sum of their content, checkpoints and masks are archives
-with the checksum of each part and the identity of their run. ``last.pt`` is replaced atomically and decides what the
-run has done: what was written after it is written again.
+Every file is checked before it is used, and ``last.pt`` decides what the run has done (docs/reliability.md).
 """
 
 from __future__ import annotations

@@ -102,15 +102,9 @@ class Job:
 
 
 def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | None) -> Sweep:
-    """Read a sweep from a YAML file, or the one of that name included in sparsesam.
+    """Read a sweep from a YAML file (docs/command-line.md), or the one of that name included in sparsesam.
 
-        title: SGD and SAM on digits
-        settings: {dataset: digits, epochs: 10}         # of all runs
-        variants: {SGD: {optimizer: sgd}, SAM: {optimizer: sam}}
-        grid: {rho: [0.1, 0.2], batch_size: [32, 64]}   # every combination
-        seeds: 3                                        # 0, 1, 2; or a list
-
-    ``overrides`` override all settings in the file; ``seeds`` overrides its seeds.
+    ``overrides`` override all settings in the file; ``seeds`` is the number of seeds in place of its own.
     """
     try:
         given = Path(file)
