@@ -32,7 +32,7 @@ class Job:
 
     @property
     def config(self) -> TrainConfig:
-        return from_mapping(TrainConfig, self.settings)
+        return from_mapping(self.settings)
 
     @property
     def identity(self) -> Record:

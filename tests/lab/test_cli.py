@@ -37,13 +37,9 @@ NO_EFFECT = " has no effect with optimizer "
 REFUSED = [
     ("trian", "unknown command 'trian'; did you mean train?"),
     ("train --sparsty 0.5", "unknown option 'sparsty'; did you mean sparsity"),
-    ("train --optimiser sam", "unknown option 'optimiser'; did you mean optimizer?"),
-    ("train --clip-grad 1", "unknown option 'clip-grad'; did you mean clip-grad-norm?"),
     ("train --config bad.yaml", "unknown option 'epoch'; did you mean epochs"),
-    ("analyze hessian --eigenvalue 3 run", "unknown option 'eigenvalue'"),
     ("train --optimizer other", "--optimizer must be one of 'sgd', "),
     ("train --optimizer ssam_f", "did you mean ssam-f?"),
-    ("train --epochs many", "--epochs must be a whole number, got 'many'"),
     ("train --adaptive fully", "--adaptive must be true or false or one of 'all', 'layer', got 'fully'"),
     ("train --epochs 0", "epochs must be at least 1, got 0"),
     ("train --dataset cifra10", "did you mean cifar10 or cifar100?"),
@@ -52,13 +48,11 @@ REFUSED = [
     ("train --resume", "--resume needs --out"),
     ("train --resume --out .", "has no run: there is no config.yaml"),
     ("train --optimizer ssam", "optimizer ssam needs layers"),
-    ("train --optimizer sam --sparsity 0.5", NO_EFFECT),
     ("train --optimizer sgd --rho 0.1", NO_EFFECT),  # also if it is the default
     ("train --optimizer sam --layers fc.*", NO_EFFECT),
     ("train --lr-gamma 0.2", NO_EFFECT),
     ("train --config settings.yaml --optimizer sam", NO_EFFECT),
     ("train --init-from none.pt", "none.pt does not exist"),
-    ("train --model sparsesam:__version__", "must be a function, got str"),
     ("train --dataset cifar10 --data-dir none", "none"),
     ("train --dataset folder", "--data-dir"),
     ("train --config none.yaml", "none.yaml cannot be read: [Errno 2] No such file"),
@@ -67,8 +61,6 @@ REFUSED = [
     ("sweep demo --data-dir none", "none"),
     ("sweep demo --set init_from=none.pt", "none.pt does not exist"),
     ("sweep demo --seeds 0", "--seeds must be at least 1"),
-    ("sweep demo --jobs 0", "--jobs must be at least 1"),
-    ("export none -o model.pt", "none has no run"),
     ("export none -o model.onnx", "--out must end in .pt, .pth, .safetensors"),
     ("eval .", "has no run"),
     ("analyze hessian none", "none has no run"),
@@ -191,10 +183,3 @@ def test_help_and_typos_import_no_slow_package():
     found = {name.partition(".")[0] for name in done.stderr.splitlines()[-1].split()}
     light = {"sparsesam", "torch", "numpy", "yaml", "_yaml", "rich", "filelock", "joblib", "psutil", "cloudpickle"}
     assert (found & metadata.packages_distributions().keys()) - light == set()
-
-
-def test_library_imports_nothing_but_torch_and_numpy():
-    code = "import sys, torch, numpy; before = set(sys.modules); import sparsesam; print(*set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    packages = {name.partition(".")[0] for name in done.stdout.split()}
-    assert packages - sys.stdlib_module_names <= {"sparsesam", "torch", "numpy"}

@@ -31,7 +31,7 @@ from sparsesam.lab.data import image_folder
 from sparsesam.lab.data.published import read_cifar, read_idx
 from sparsesam.lab.experiment import checkpoint
 from sparsesam.lab.experiment.calibration import read_calibration
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, from_mapping, split_settings
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.result import read_epochs, read_result
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_mask_file
@@ -143,8 +143,8 @@ def drawn_calibration(rng: random.Random) -> object:
 
 
 def settings(folder: Path, rng: random.Random) -> object:
-    kind = TrainConfig if rng.random() < 0.8 else RunEnvironment
-    return from_mapping(kind, {rng.choice((*SETTINGS, *WORDS)): value(rng) for _ in range(rng.randrange(1, 4))})
+    build = from_mapping if rng.random() < 0.8 else split_settings
+    return build({rng.choice((*SETTINGS, *WORDS)): value(rng) for _ in range(rng.randrange(1, 4))})
 
 
 _PARSER = Parser("sparsesam train", "help")

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from sparsesam import __version__
 from sparsesam.lab.commands import COMMANDS, find
 
-_NEEDS = "pip install 'sparsesam[experiment]'"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code: 0 done, 1 stopped by an error, 2 bad usage, 130 interrupted."""
@@ -32,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "doctor":  # it works without these packages and reports what is missing
             find(command).run()
             return 0
-        return _say(f"the command line needs {error.name}: {_NEEDS}", 2)
+        return _say(f"the command line needs {error.name}: pip install 'sparsesam[experiment]'", 2)
     if command not in COMMANDS:
         return _say(unknown_name("command", command, COMMANDS), 2)
     try:

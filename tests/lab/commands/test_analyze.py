@@ -173,28 +173,22 @@ def test_result_has_provenance(runs):
 
 
 def test_interrupted_landscape_resumes(runs, monkeypatch, capsys):
-    import sparsesam.lab.inspection.landscape as module
-
     words = ["landscape", runs / "ssam-f", "--points", 6, *SAMPLES]
     analyze(*words)
     whole = result_of(runs / "ssam-f", "landscape-2d")
     evaluated = []
 
-    def stopping(at):
-        def measure(objective, directions, *, progress, **options):
-            def interrupt(done, total):
-                evaluated.append(done)
-                if done == at:
-                    raise KeyboardInterrupt
+    def interrupted_once(*args, progress, **options):
+        def count(done, total):
+            evaluated.append(done)
+            if len(evaluated) == 10:
+                raise KeyboardInterrupt
 
-            return analysis.loss_landscape(objective, directions, progress=interrupt, **options)
+        return analysis.loss_landscape(*args, progress=count, **options)
 
-        return measure
-
-    monkeypatch.setattr(module, "loss_landscape", stopping(10))
+    monkeypatch.setattr("sparsesam.lab.inspection.landscape.loss_landscape", interrupted_once)
     assert analyze(*words) == 130
     assert "run the same command to continue" in capsys.readouterr().err
-    monkeypatch.setattr(module, "loss_landscape", stopping(None))
     assert analyze(*words) == 0
     assert evaluated == list(range(1, 37))
     assert result_of(runs / "ssam-f", "landscape-2d") == whole

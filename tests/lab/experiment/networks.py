@@ -62,10 +62,6 @@ class _Double(nn.Module):
         return x.double()
 
 
-class _ReusedConv2d(nn.Conv2d):
-    """The engine reuses layers that are not torch's own whatever their size, in processes without our conftest too."""
-
-
 def plain(num_classes, in_channels):
     """Without batch normalization: the gradient is the mean over images, however they are spread over ranks. In
     float64, so that ranks' rounding does not decide which of two equal weights a mask keeps.
@@ -77,4 +73,4 @@ def plain(num_classes, in_channels):
 def late_normalization(num_classes, in_channels):
     """SAM on its normalization layers perturbs only the last stage."""
     last = nn.Sequential(nn.Flatten(), nn.LayerNorm(8 * 6 * 6), nn.Linear(8 * 6 * 6, num_classes))
-    return nn.Sequential(_Double(), nn.Sequential(_ReusedConv2d(in_channels, 8, 3), nn.ReLU()).double(), last.double())
+    return nn.Sequential(_Double(), nn.Sequential(nn.Conv2d(in_channels, 8, 3), nn.ReLU()).double(), last.double())

@@ -39,10 +39,12 @@ def test_every_training_image_appears_once_per_epoch_in_another_order(splits):
     assert torch.equal(rest, later[3 * 16 :])  # an epoch can start at any step
 
 
-def test_subsets_are_same_for_every_seed(splits):
-    first, second = (batches(splits, seed=seed).sets for seed in (0, 1))
-    assert all(torch.equal(first[split].tensors[0], second[split].tensors[0]) for split in ("train", "test"))
-    assert len(first["train"].tensors[0].unique(dim=0)) > 60
+def test_subsets_are_same_for_every_seed_and_validation_images_are_held_out(splits):
+    first, second = (batches(splits, val_size=60, train_size=900, seed=seed).sets for seed in (0, 1))
+    assert all(torch.equal(first[split].tensors[0], second[split].tensors[0]) for split in first)
+    assert [len(first[split]) for split in ("train", "val", "test")] == [900, 60, 40]
+    trained = {image.numpy().tobytes() for image in first["train"].tensors[0]}
+    assert not [image for image in first["val"].tensors[0] if image.numpy().tobytes() in trained]
 
 
 @pytest.mark.parametrize(("settings", "sizes"), [({}, [16, 16, 16, 16, 8]), ({"drop_last": True}, [16] * 4)])

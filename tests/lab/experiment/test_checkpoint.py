@@ -40,11 +40,6 @@ def test_full_disk_keeps_previous_checkpoint(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-def truncate(file):
-    checkpoint.save(file, "run", BEST)
-    os.truncate(file, file.stat().st_size // 2)
-
-
 def change_three_bytes(file):
     checkpoint.save(file, "run", BEST)
     content = bytearray(file.read_bytes())
@@ -60,7 +55,6 @@ def change_three_bytes(file):
         ("a.pt", lambda file: torch.save({"format": checkpoint.FORMAT, "x": Malicious()}, file), "could run code"),
         ("a.pt", lambda file: torch.save({"format": checkpoint.FORMAT, "version": 99}, file), "of version 5, got 99"),
         ("a.pt", lambda file: torch.save({"state_dict": {}}, file), "must be a checkpoint of `sparsesam train`"),
-        ("last.pt", truncate, "damaged or truncated"),
         ("a.pt", change_three_bytes, r"damaged or truncated \(the checksum of .* does not match\)"),
         ("last.pt", lambda file: checkpoint.save(file, "run", BEST), r"last\.pt is another file of a run"),
         ("best.pt", lambda file: checkpoint.save(file, "run", {}), r"best\.pt is another file of a run"),

@@ -21,26 +21,10 @@ USED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "rule"),
-    [
-        ("epochs", 0, "at least 1"),
-        ("label_noise", 1.5, r"in \[0, 1\]"),
-        ("sparsity", -0.1, r"in \[0, 1\], or null"),
-        ("rho", -1.0, "at least 0"),
-        ("ema", 1.0, r"in \[0, 1\), or null"),
-        ("ascent_fraction", 0.0, r"in \(0, 1\]"),
-    ],
-)
-def test_value_out_of_range_is_rejected(name, value, rule):
-    with pytest.raises(ValueError, match=f"{name} must be {rule}, got {value}"):
-        TrainConfig(**{name: value})
-
-
 def test_hash_differs_between_configs_and_equals_for_equal_ones():
     assert TrainConfig().content_hash == TrainConfig().content_hash
     assert TrainConfig(rho=0.2).content_hash != TrainConfig().content_hash
-    same = from_mapping(TrainConfig, {"betas": [0.9, 0.999], "label_noise": 0, "rho": "1e-1"})
+    same = from_mapping({"betas": [0.9, 0.999], "label_noise": 0, "rho": "1e-1"})
     assert same.content_hash == TrainConfig().content_hash
 
 

@@ -4,8 +4,7 @@ from torch import nn
 
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.cost import passes_per_step, plain_pass_operations
-from sparsesam.lab.experiment.errors import Interrupted
-from tests.lab.experiment.runs import InterruptAt, train
+from tests.lab.experiment.runs import train
 
 
 def cost(tmp_path, **settings):
@@ -47,13 +46,6 @@ def test_masks_are_counted(tmp_path):
     # Eight samples of a batch of sixteen, once in eight steps; rules for layers may cost more than a plain pass.
     found = cost(tmp_path, optimizer="ssam-f", mask_epochs=None, fisher_samples=8)
     assert 2 + 0.5 / 8 * 0.5 < found < 2 + 0.5 / 8 * 3
-
-
-def test_interrupted_run_counts_the_same(tmp_path):
-    whole = train(tmp_path / "whole", optimizer="ssam-f")
-    with pytest.raises(Interrupted):
-        train(tmp_path / "parts", InterruptAt(7), optimizer="ssam-f")
-    assert train(tmp_path / "parts", resume=True, optimizer="ssam-f").forward_backwards == whole.forward_backwards
 
 
 def test_linear_layer_operations_are_exact_and_nothing_changes():

@@ -17,14 +17,11 @@ from tests.lab.experiment.runs import same, state, words
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}
 
 
-def test_torchrun_sets_number_of_processes_and_a_restart_resumes():
+def test_torchrun_sets_equal_numbers_of_processes_and_a_restart_resumes():
     place = under_torchrun(RunEnvironment(), TORCHRUN)
     assert (place.devices, place.num_nodes, place.resume) == (4, 2, False)
     assert under_torchrun(RunEnvironment(), {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).resume
     assert under_torchrun(RunEnvironment(devices=3), {}) == RunEnvironment(devices=3)
-
-
-def test_unequal_numbers_of_processes_are_rejected():
     with pytest.raises(ValueError, match="nproc-per-node"):
         under_torchrun(RunEnvironment(), {**TORCHRUN, "WORLD_SIZE": "6"})
 

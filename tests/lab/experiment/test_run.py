@@ -51,16 +51,6 @@ def test_resumed_run_equals_uninterrupted(tmp_path, name, step):
     assert same(state(tmp_path / "parts"), state(tmp_path / "whole"))
 
 
-def test_records_of_resumed_run_have_every_epoch_once(tmp_path):
-    with pytest.raises(Interrupted):
-        train(tmp_path, InterruptAt(7))
-    with (tmp_path / "records.jsonl").open("a") as file:
-        file.write('{"kind": "epoch", "epoch": 2, "step": 10}\n{"kind": "epo')  # as a kill leaves them
-    train(tmp_path, resume=True)
-    kinds = [(record["kind"], record.get("epoch")) for record in read_records(tmp_path / "records.jsonl")]
-    assert kinds == [("run", None), ("epoch", 1), ("resume", None), ("epoch", 2), ("epoch", 3), ("result", None)]
-
-
 def test_without_perturbation_every_optimizer_is_its_base(tmp_path):
     train(tmp_path / "sgd")
     for name in ("sam", "ssam-f", "ssam-d"):

@@ -2,6 +2,7 @@ from typing import Literal
 
 import pytest
 
+from sparsesam.lab.experiment import setting_types
 from sparsesam.lab.experiment.setting_types import convert
 
 
@@ -32,6 +33,11 @@ def test_values_are_converted_to_type_of_setting(value, hint, expected):
         ("fast", float, "a number, got 'fast'"),
         (1, bool, "true or false, got 1"),
         ([0.9], tuple[float, float], r"a list of 2 numbers, got \[0.9\]"),
+        (0, setting_types.PositiveInt, "at least 1, got 0"),
+        (-1.0, setting_types.NonNegativeFloat, "at least 0, got -1.0"),
+        (1.5, setting_types.Fraction, r"in \[0, 1\], got 1.5"),
+        (1.0, setting_types.FractionBelow1 | None, r"in \[0, 1\), or null, got 1.0"),
+        (0.0, setting_types.FractionAbove0, r"in \(0, 1\], got 0.0"),
     ],
 )
 def test_invalid_values_are_rejected_with_rule(value, hint, rule):

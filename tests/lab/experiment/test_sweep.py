@@ -131,12 +131,6 @@ def test_override_that_no_run_uses_is_rejected(tmp_path):
         overrides(["rho=["])
 
 
-def test_layers_and_budget_imply_their_optimizer(tmp_path):
-    sweep = read(tmp_path, variants={"L": {"layers": ["12.*"]}, "B": {"budget": 1.2}, "SAM": {"optimizer": "sam"}})
-    found = [(config.optimizer, config.norm) for config in sweep.variants.values()]
-    assert found == [("ssam", "masked"), ("ssam", "masked"), ("sam", "full")]
-
-
 def test_finished_runs_are_skipped_and_failed_ones_retried_on_request(tmp_path):
     variants = {"good": {"optimizer": "sgd"}, "bad": {"optimizer": "sgd", "lr": 1e30, "epochs": 2}}
     jobs = read(tmp_path, variants=variants).jobs(tmp_path / "runs")

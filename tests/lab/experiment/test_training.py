@@ -10,7 +10,7 @@ from torch import nn
 
 from sparsesam.lab.data import load_dataset
 from sparsesam.lab.experiment import checkpoint, read_records, run
-from sparsesam.lab.experiment.batches import Batch, Batches
+from sparsesam.lab.experiment.batches import Batch
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.optimizers import lr_factor
 from sparsesam.lab.experiment.result import read_epochs
@@ -33,18 +33,6 @@ def test_best_weights_are_chosen_on_validation_images_or_else_test_images(tmp_pa
     tested = epochs(tmp_path)[best["epoch"] - 1].test_accuracy
     assert result.best_test_accuracy == best["test_accuracy"] == tested
     assert result.best_chosen_on == chosen_on
-
-
-def test_validation_images_are_held_out_and_same_for_every_seed():
-    splits = load_dataset("digits")
-    settings = [replace(SHORT, val_size=60, train_size=None, seed=seed) for seed in (0, 1)]
-    made = [Batches(config, splits, torch.device("cpu")) for config in settings]
-    held_out = [next(batches.evaluation("val")).images for batches in made]
-    assert torch.equal(*held_out)
-    assert len(made[0].sets["train"].tensors[0]) == 1000 - 60
-    trained = {image.numpy().tobytes() for image in made[0].augment.plain(made[0].sets["train"].tensors[0])}
-    unseen = [image for image in held_out[0] if image.numpy().tobytes() not in trained]
-    assert len(unseen) == 60
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sam", "ssam-f"])

@@ -125,7 +125,6 @@ def metavar(flag: str, hint: Any) -> str:
 
 
 def default_text(value: Any) -> str:
-    """Returns text to append to a help text."""
     if value is None or value == () or value is dataclasses.MISSING:
         return ""
     return f" (default: {str(value).lower() if isinstance(value, bool) else value})"

@@ -144,7 +144,6 @@ def overrides(given: Sequence[str]) -> dict[str, Any]:
 
 
 def sweep_table(title: str, jobs: Sequence[Job], calibration: SweepCalibration | None = None) -> Table:
-    """Returns a table with a row per variant."""
     groups = grouped(jobs, lambda job: job.label)
     variants = [Variant(label, members[0].config, members) for label, members in groups.items()]
     return to_rich(results_table(variants, costs_of(variants, [] if calibration is None else [calibration])), title)

@@ -22,7 +22,6 @@ _EVALUATION_BATCH = 500
 
 
 def load_splits(config: TrainConfig, environment: RunEnvironment, *, progress: bool = False) -> Splits | FolderSplits:
-    """Load the data set of a run."""
     return load_dataset(
         config.dataset, environment.data_dir, environment.download, progress, image_size=config.image_size
     )
@@ -154,10 +153,14 @@ def _sets(config: TrainConfig, splits: Splits | FolderSplits, device: torch.devi
     """
     if config.corruption_rate and isinstance(splits, FolderSplits):
         raise ValueError(f"corruption_rate must be 0 for images from folders, got {config.corruption_rate}")
-    trained, held_out = _choose(len(splits.train.labels), config)
+    count = len(splits.train.labels)
+    if config.val_size is not None and config.val_size >= count:
+        raise ValueError(f"val_size must be below the number of training images, {count}, got {config.val_size}")
+    held_out = _subset(count, config.val_size or 0, Purpose.VALIDATION)
+    rest = torch.ones(count, dtype=torch.bool).index_fill(0, held_out, False).nonzero()[:, 0]
     tested = _subset(len(splits.test.labels), config.test_size)
+    sets: dict[Split, Any] = {"train": rest[_subset(len(rest), config.train_size)], "val": held_out, "test": tested}
     cropped = partial(center_crop, size=splits.image_size, square=config.test_resize == "square")
-    sets: dict[Split, Any] = {"train": trained, "val": held_out, "test": tested}
     for split, part in sets.items():
         source: Labelled | ImageFolder = splits.test if split == "test" else splits.train
         labels, is_train = source.labels[part], split == "train"
@@ -175,15 +178,6 @@ def _sets(config: TrainConfig, splits: Splits | FolderSplits, device: torch.devi
             images = corrupt(images, config.corruption_rate, config.corruption, drawn)
         sets[split] = TensorDataset(images.to(device), labels.to(device))
     return sets
-
-
-def _choose(count: int, config: TrainConfig) -> tuple[Tensor, Tensor]:
-    """Returns the indices of ``count`` training images to train on, and those held out for validation."""
-    if config.val_size is not None and config.val_size >= count:
-        raise ValueError(f"val_size must be below the number of training images, {count}, got {config.val_size}")
-    held_out = _subset(count, config.val_size or 0, Purpose.VALIDATION)
-    rest = torch.ones(count, dtype=torch.bool).index_fill(0, held_out, False).nonzero()[:, 0]
-    return rest[_subset(len(rest), config.train_size)], held_out
 
 
 def _subset(count: int, size: int | None, purpose: Purpose = Purpose.SUBSET) -> Tensor:

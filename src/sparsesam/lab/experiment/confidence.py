@@ -6,8 +6,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 VariantT = TypeVar("VariantT")
 #: Two seeds give an interval of 12.7 standard errors, which says nothing; they have none here and are not ranked.
@@ -23,14 +22,12 @@ def half_width(values: Sequence[float]) -> float | None:
     return float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def confidence_interval(
-    values: Sequence[float], *, lowest: float = -math.inf, highest: float = math.inf
-) -> tuple[float, float] | None:
-    """Returns the 95 % interval of the mean, clipped to the range of possible values (0 to 1 for an accuracy)."""
+def confidence_interval(values: Sequence[float], highest: float) -> tuple[float, float] | None:
+    """Returns the 95 % interval of the mean, clipped to the possible values, from 0 to ``highest``."""
     if (width := half_width(values)) is None:
         return None
     mean = statistics.fmean(values)
-    return max(lowest, mean - width), min(highest, mean + width)
+    return max(0.0, mean - width), min(highest, mean + width)
 
 
 def differ(first: Mapping[int, float], second: Mapping[int, float]) -> bool | None:
@@ -51,18 +48,13 @@ def differ(first: Mapping[int, float], second: Mapping[int, float]) -> bool | No
         return bool(stats.ttest_ind(list(first.values()), list(second.values()), equal_var=False).pvalue < 0.05)
 
 
-@dataclass(frozen=True)
-class Ranking(Generic[VariantT]):
-    """``alike`` do not differ significantly from ``best``, which is among them; others have too few seeds or differ."""
+def rank(values: Mapping[VariantT, Mapping[int, float]], *, highest: bool = True) -> list[VariantT]:
+    """Returns the variant with the best mean over its seeds, then those that do not differ significantly from it.
 
-    best: VariantT
-    alike: list[VariantT]
-
-
-def rank(values: Mapping[VariantT, Mapping[int, float]], *, highest: bool = True) -> Ranking[VariantT] | None:
-    """Rank variants by their values by seed; None unless two of them have at least three seeds."""
+    Nothing unless two variants have at least three seeds.
+    """
     means = {key: statistics.fmean(of.values()) for key, of in values.items() if len(of) >= MIN_SEEDS}
     if len(means) < 2:
-        return None
+        return []
     best = (max if highest else min)(means, key=means.__getitem__)
-    return Ranking(best, [key for key in means if key == best or not differ(values[key], values[best])])
+    return [best, *(key for key in means if key != best and not differ(values[key], values[best]))]

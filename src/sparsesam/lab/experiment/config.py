@@ -11,8 +11,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
+import sparsesam
 from sparsesam.lab.data import DATASETS
 from sparsesam.lab.experiment.setting_types import (
     Fraction,
@@ -31,8 +32,6 @@ from sparsesam.lab.models import MODELS
 from sparsesam.lab.names import check_names
 from sparsesam.masks.patterns import as_pattern
 
-ConfigT = TypeVar("ConfigT", "TrainConfig", "RunEnvironment")
-
 #: Part of every hash; increase it when the default of a setting changes.
 _HASH_VERSION = 3
 
@@ -44,7 +43,14 @@ Method = Literal[
 #: Optimizers that take one pass per step.
 PLAIN = ("sgd", "adam", "adamw")
 #: Methods without a mask that have settings of their own.
-VARIANTS = ("gsam", "wsam", "friendly-sam", "look-sam", "esam", "zsharp")
+VARIANTS: dict[str, type[sparsesam.SharpnessAware]] = {
+    "gsam": sparsesam.GSAM,
+    "wsam": sparsesam.WSAM,
+    "friendly-sam": sparsesam.FriendlySAM,
+    "look-sam": sparsesam.LookSAM,
+    "esam": sparsesam.ESAM,
+    "zsharp": sparsesam.ZSharp,
+}
 _MASKED = ("ssam-f", "ssam-d", "ssam-g", "ssam-random")
 _PERTURBS = Rule("an optimizer that perturbs", lambda config: not config.is_plain)
 _TUNABLE = _PERTURBS & Rule("optimizer other than auto", lambda config: config.optimizer != "auto")
@@ -52,21 +58,21 @@ _BY_GRADIENT = _TUNABLE & Rule("ascent other than extrapolation", lambda config:
 _REFRESHED = Rule(
     f"optimizer {' or '.join(_MASKED)}, or with budget", lambda config: config.optimizer in _MASKED or config.has_budget
 )
-_BY_EPOCHS = _REFRESHED & when(mask_steps=[None])
+_BY_EPOCHS = _REFRESHED & when("mask_steps", None)
 _FISHER_SAMPLES = Rule("optimizer ssam-f or budget", lambda config: config.optimizer == "ssam-f" or config.has_budget)
-_GIVEN, _PRICED = when(optimizer=["ssam"]), when(optimizer=["ssam", "auto"])
-_CHOSEN = when(optimizer=_MASKED)
+_GIVEN, _PRICED = when("optimizer", "ssam"), when("optimizer", "ssam", "auto")
+_CHOSEN = when("optimizer", *_MASKED)
 _NORMED = _BY_GRADIENT & _CHOSEN
-_FISHER, _DYNAMIC = when(optimizer=["ssam-f"]), when(optimizer=["ssam-d"])
-_WSAM, _FRIENDLY = when(optimizer=["wsam"]), when(optimizer=["friendly-sam"])
-_ORTHOGONAL = when(optimizer=["gsam", "look-sam"])
-_ESAM, _ZSHARP = when(optimizer=["esam"]), when(optimizer=["zsharp"])
+_FISHER, _DYNAMIC = when("optimizer", "ssam-f"), when("optimizer", "ssam-d")
+_WSAM, _FRIENDLY = when("optimizer", "wsam"), when("optimizer", "friendly-sam")
+_ORTHOGONAL = when("optimizer", "gsam", "look-sam")
+_ESAM, _ZSHARP = when("optimizer", "esam"), when("optimizer", "zsharp")
 _ADAPTIVE = _BY_GRADIENT & Rule("adaptive or asam", lambda config: config.adaptive or config.optimizer == "asam")
 _OF_SGD = Rule("SGD as optimizer or base", lambda config: config.base_name == "sgd")
 _OF_ADAM = Rule("Adam or AdamW as optimizer or base", lambda config: config.base_name != "sgd")
-_STEPS, _COSINE = when(lr_schedule=["step"]), when(lr_schedule=["cosine"])
-_RHO_WARMUP = _TUNABLE & when(rho_schedule=["warmup"])
-_RHO_DECAY = _TUNABLE & when(rho_schedule=["cosine", "learning-rate"])
+_STEPS, _COSINE = when("lr_schedule", "step"), when("lr_schedule", "cosine")
+_RHO_WARMUP = _TUNABLE & when("rho_schedule", "warmup")
+_RHO_DECAY = _TUNABLE & when("rho_schedule", "cosine", "learning-rate")
 _WARMED_UP = Rule("warmup_epochs", lambda config: config.warmup_epochs > 0)
 _CORRUPTED = Rule("corruption_rate", lambda config: config.corruption_rate > 0)
 
@@ -307,26 +313,14 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**({"optimizer": "ssam"} if implied else {}), **given}
 
 
-def names_of(kind: type[TrainConfig] | type[RunEnvironment]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
-
-
 def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironment]:
     """Build both kinds of settings from one mapping, as in a run's ``config.yaml``."""
-    check_names(values, (*DEFAULTS, *names_of(RunEnvironment)))
-    config, environment = (
-        {name: values[name] for name in names_of(kind) if name in values} for kind in (TrainConfig, RunEnvironment)
-    )
-    return TrainConfig(**config), RunEnvironment(**environment)
+    check_names(values, [*DEFAULTS, *(field.name for field in dataclasses.fields(RunEnvironment))])
+    of_config = {name: value for name, value in values.items() if name in DEFAULTS}
+    return TrainConfig(**of_config), RunEnvironment(**{name: values[name] for name in values.keys() - DEFAULTS.keys()})
 
 
-def from_mapping(kind: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Build settings of one kind; ValueError suggests names for an unknown one."""
-    check_names(values, names_of(kind))
-    return kind(**values)
-
-
-def differences(old: TrainConfig, new: TrainConfig) -> str:
-    """Describe the settings that differ: old value, new value."""
-    changed = [name for name in DEFAULTS if getattr(old, name) != getattr(new, name)]
-    return "; ".join(f"{name}: {getattr(old, name)}, now {getattr(new, name)}" for name in changed)
+def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
+    """Build the settings of a run; ValueError suggests names for an unknown one."""
+    check_names(values, DEFAULTS)
+    return TrainConfig(**values)

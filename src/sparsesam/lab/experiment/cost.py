@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +29,6 @@ def passes_per_step(config: TrainConfig, *, epochs: float | None = None) -> floa
     return 1 + config.ascent_steps * config.ascent_fraction * ascending / config.ascent_every
 
 
-StepName = Literal["ascent", "plain"]
-
-
 @dataclass
 class StepCost:
     """Cost of the steps so far, by kind: with a first pass at w ("ascent") or without one ("plain").
@@ -43,12 +39,12 @@ class StepCost:
 
     unit: float
     batch_size: int
-    images: dict[StepName, int] = field(default_factory=lambda: {"ascent": 0, "plain": 0})
-    per_image: dict[StepName, float] = field(default_factory=dict)
+    images: dict[str, int] = field(default_factory=lambda: {"ascent": 0, "plain": 0})
+    per_image: dict[str, float] = field(default_factory=dict)
     masks: int = 0
     per_mask: float = 0.0
 
-    def add_step(self, kind: StepName, images: int, operations: float | None) -> None:
+    def add_step(self, kind: str, images: int, operations: float | None) -> None:
         """Add a step over ``images`` images; ``operations`` per image, if counted, enter the mean of its kind."""
         if operations is not None:
             before = self.images[kind] if kind in self.per_image else 0

@@ -11,20 +11,12 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 import sparsesam
-from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.config import VARIANTS, TrainConfig
 from sparsesam.lab.experiment.seeds import Purpose, derive
 from sparsesam.lab.names import accepted
 from sparsesam.masks.patterns import as_pattern
 
-#: Methods without a mask; each has some of the settings in `_OWN`.
-_VARIANTS: dict[str, type[sparsesam.SharpnessAware]] = {
-    "gsam": sparsesam.GSAM,
-    "wsam": sparsesam.WSAM,
-    "friendly-sam": sparsesam.FriendlySAM,
-    "look-sam": sparsesam.LookSAM,
-    "esam": sparsesam.ESAM,
-    "zsharp": sparsesam.ZSharp,
-}
+#: Settings of `VARIANTS`; each has some of them.
 _OWN = ("alpha", "gamma", "decouple", "sigma", "decay", "beta", "quantile")
 
 
@@ -36,7 +28,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
     if config.optimizer == "auto":
         cost = {} if config.budget is None else {"cost": config.budget}
         return sparsesam.recommended(base, model, rho=config.rho, **cost)
-    has_mask = config.optimizer not in ("sam", "asam", *_VARIANTS)
+    has_mask = config.optimizer not in ("sam", "asam", *VARIANTS)
     mask = _mask(config, model, fisher_data, steps_per_epoch) if has_mask else None
     schedule = _rho_schedule(config, base, steps_per_epoch)
     timing: dict[str, Any] = {"every": config.ascent_every, "start": round(config.ascent_start * steps_per_epoch)}
@@ -45,7 +37,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
     same = ("rho", "eta", "radius", "ascent_steps", "ascent_fraction", "engine")
     common = timing | {name: getattr(config, name) for name in same}
     common |= {"adaptive": config.adaptive or config.optimizer == "asam", "rho_schedule": schedule}
-    if variant := _VARIANTS.get(config.optimizer):
+    if variant := VARIANTS.get(config.optimizer):
         given = {name: value for name in _OWN if (value := getattr(config, name)) is not None}
         return variant(base, model, **common, **accepted(variant, {**given, "seed": derive(config.seed, Purpose.MASK)}))
     common |= {"mask": mask, "norm": config.norm}

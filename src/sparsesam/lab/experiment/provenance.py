@@ -1,4 +1,4 @@
-"""Provenance of a measured value: versions, machine, threads, command, commit."""
+"""What is needed to repeat a measurement: versions, machine, threads, command, commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import sparsesam
 
 
 def provenance() -> dict[str, str | int | None]:
-    """Returns what is needed to repeat a measurement."""
     return {
         "command": _command(),
         "commit": _commit(),

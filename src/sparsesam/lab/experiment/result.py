@@ -129,7 +129,6 @@ def best_of(epochs: Sequence[EpochRecord]) -> EpochRecord:
 
 
 def run_result(training: Training, epochs: Sequence[EpochRecord]) -> RunResult:
-    """Build the result from the records of all epochs."""
     last, best, steps_per_epoch = epochs[-1], best_of(epochs), training.batches.steps
     warm = _warm_median([seconds for record in epochs for seconds in record.step_seconds], WARM_UP)
     return RunResult(

@@ -127,7 +127,8 @@ def _train(training: Training, place: Path, observers: Sequence[RunObserver], st
     with stop_on_signal() as signalled:
         try:
             while not training.finished:
-                if training.advance(lambda: signalled() or stop(), on_step):
+                training.advance(lambda: signalled() or stop(), on_step)
+                if training.epoch_ended:
                     record = complete_epoch(training)
                     for observer in observers:
                         observer.epoch(record)

@@ -5,9 +5,7 @@ records.jsonl one line per epoch       best.pt   the weights with the best valid
 result.json   of a finished run only   masks/    each mask, written when it is computed
 analyses/     results of `sparsesam analyze`        failure.json  of a failed run only
 
-Every file is checked before it is used: text files end with a sum of their content, checkpoints and masks are archives
-with the checksum of each part and the identity of their run. ``last.pt`` is replaced atomically and decides what the
-run has done: what was written after it is written again.
+Every file is checked before it is used, and ``last.pt`` decides what the run has done (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from torch import Tensor
 
 from sparsesam.lab.display import plural
 from sparsesam.lab.experiment import checkpoint
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, differences, split_settings
+from sparsesam.lab.experiment.config import DEFAULTS, RunEnvironment, TrainConfig, split_settings
 from sparsesam.lab.experiment.errors import CheckpointError, RunError, one_line
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.masks.packed import unpack_bits
@@ -53,7 +51,6 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path) -> RunDirectory:
-        """Returns the directory of an existing run."""
         directory = cls(path)
         if not directory.config.exists():
             raise ValueError(f"{path} has no run: there is no config.yaml; pass a directory of `sparsesam train`")
@@ -87,8 +84,10 @@ class RunDirectory:
             saved = self.saved_config()
             same = dataclasses.replace(config, epochs=saved.epochs).canonical == saved.canonical
             if not same or config.epochs < saved.epochs:
+                pairs = ((name, getattr(saved, name), getattr(config, name)) for name in DEFAULTS)
+                changed = "; ".join(f"{name}: {old}, now {new}" for name, old, new in pairs if old != new)
                 raise ValueError(
-                    f"{self.path} was started with other settings ({differences(saved, config)}); "
+                    f"{self.path} was started with other settings ({changed}); "
                     "omit them to continue it (only a larger --epochs is allowed), or choose another --out"
                 )
             if self.result.exists() and config.epochs == saved.epochs:
@@ -181,7 +180,6 @@ class RunDirectory:
 
 
 def sum_of(content: Any) -> str:
-    """Returns a sum of plain values."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -44,10 +44,9 @@ FractionBelow1 = Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1
 FractionAbove0 = Annotated[float, Rule("in (0, 1]", lambda value: 0 < value <= 1)]
 
 
-def when(**allowed: Sequence[Any]) -> Rule:
-    """Returns the condition that each of these settings has one of its values."""
-    words = [f"{name} {' or '.join(map(str, values))}" for name, values in allowed.items()]
-    return Rule(" and ".join(words), lambda settings: all(getattr(settings, name) in allowed[name] for name in allowed))
+def when(name: str, *values: Any) -> Rule:
+    """Returns the condition that a setting has one of these values."""
+    return Rule(f"{name} {' or '.join(map(str, values))}", lambda settings: getattr(settings, name) in values)
 
 
 def option(default: Any, text: str, used: Rule | None = None, *, group: str | None = None) -> Any:

@@ -102,23 +102,21 @@ class Job:
 
 
 def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | None) -> Sweep:
-    """Read a sweep from a YAML file, or the one of that name included in sparsesam.
+    """Read a sweep from a YAML file (docs/command-line.md), or the one of that name included in sparsesam.
 
-        title: SGD and SAM on digits
-        settings: {dataset: digits, epochs: 10}         # of all runs
-        variants: {SGD: {optimizer: sgd}, SAM: {optimizer: sam}}
-        grid: {rho: [0.1, 0.2], batch_size: [32, 64]}   # every combination
-        seeds: 3                                        # 0, 1, 2; or a list
-
-    ``overrides`` override all settings in the file; ``seeds`` overrides its seeds.
+    ``overrides`` override all settings in the file; ``seeds`` is the number of seeds in place of its own.
     """
     try:
-        text, name = _read(file)
-        content = as_mapping("the file", read_yaml(text))
+        given = Path(file)
+        place = given if given.is_file() else resources.files("sparsesam.lab.experiment") / "sweeps" / f"{file}.yaml"
+        if not place.is_file():
+            found = suggestion(str(file), [*map(str, given.parent.glob("*.yaml")), "demo"])
+            raise ValueError(f"does not exist; pass a YAML file or demo, the sweep included in sparsesam{found}")
+        content = as_mapping("the file", read_yaml(place.read_text(encoding="utf-8")))
         check_names(content, _KEYS)
-        title = convert("title", content.get("title", name), str)
-        given = content.get("seeds", 1) if seeds is None else seeds
-        chosen = convert("seeds", given, PositiveInt | tuple[int, ...])
+        title = convert("title", content.get("title", given.stem), str)
+        wanted = content.get("seeds", 1) if seeds is None else seeds
+        chosen = convert("seeds", wanted, PositiveInt | tuple[int, ...])
         if not isinstance(chosen, int) and (not chosen or len(set(chosen)) < len(chosen)):
             raise ValueError(f"seeds must be a number, or a list without repetitions, got {list(chosen)}")
         return Sweep(title, _variants(content, overrides), range(chosen) if isinstance(chosen, int) else chosen)
@@ -142,7 +140,7 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     for label, values in variants.items():
         own = as_mapping(f"variant {label}", values or {})
         for point in itertools.product(*axes):
-            config = from_mapping(TrainConfig, complete({**settings, **dict(point), **own, **overrides}))
+            config = from_mapping(complete({**settings, **dict(point), **own, **overrides}))
             check_used(config, own.keys() - overrides.keys())
             shared &= unused(config).keys()
             without = {*unused(config), *own, *overrides}
@@ -151,16 +149,6 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
             configs.setdefault(" ".join(word for word in words if word) or "run", config)
     check_used(config, sorted(shared))
     return configs
-
-
-def _read(file: str | Path) -> tuple[str, str]:
-    given, included = Path(file), resources.files("sparsesam.lab.experiment") / "sweeps" / f"{file}.yaml"
-    if given.is_file():
-        return given.read_text(encoding="utf-8"), given.stem
-    if included.is_file():
-        return included.read_text(encoding="utf-8"), str(file)
-    found = suggestion(str(file), [*map(str, given.parent.glob("*.yaml")), "demo"])
-    raise ValueError(f"does not exist; pass a YAML file or demo, the sweep included in sparsesam{found}")
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -226,16 +214,13 @@ def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
     """Yield a GPU that no other run of the sweep uses, as a ``devices`` string; the lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in itertools.cycle(range(count)):
-        lock = FileLock(folder / f"gpu-{number}.lock")
         try:
-            lock.acquire(timeout=1.0)
+            lock = FileLock(folder / f"gpu-{number}.lock").acquire(timeout=1.0)
         except Timeout:
             continue
-        try:
+        with lock:
             yield f"{number},"
             return
-        finally:
-            lock.release()
 
 
 def _in_processes(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: int) -> Iterator[_Ended]:

@@ -19,7 +19,7 @@ import sparsesam
 from sparsesam.budget import MultiplyAdds
 from sparsesam.lab.experiment.batches import Batch, Batches
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.cost import StepCost, StepName, plain_pass_operations
+from sparsesam.lab.experiment.cost import StepCost, plain_pass_operations
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
 from sparsesam.lab.experiment.result import Sums
@@ -101,11 +101,11 @@ class Training:
 
     # ---- training ----------------------------------------------------------------------------------------
 
-    def advance(self, stop: Callable[[], bool], on_step: Callable[[], None] = lambda: None) -> bool:
+    def advance(self, stop: Callable[[], bool], on_step: Callable[[], None] = lambda: None) -> None:
         """Train to the end of the epoch, or until all ranks know that one of them was asked to stop.
 
-        Returns whether the epoch is complete. ``sums`` then holds its loss and accuracy over all ranks, from the first
-        pass of each step over the whole batch, and the time of the steps, including augmentation and mask updates.
+        At the end of an epoch, ``sums`` has its loss and accuracy over all ranks, from the first pass of each step over
+        the whole batch, and the time of the steps, including augmentation and mask updates.
         """
         self.model.train()
         self.stop_requested = False
@@ -127,7 +127,6 @@ class Training:
             on_step()
             if self.stop_requested or self.epoch_ended:
                 break
-        return self.epoch_ended
 
     def _sync(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
         """Add loss and correct predictions of the last steps to ``sums``; returns whether any rank must stop."""
@@ -170,7 +169,7 @@ class Training:
             group["lr"] = rate * factor
         place = (self.steps_taken, self.fabric.global_rank)
         seed_global(derive(self.config.seed, Purpose.STEP, *place), self.fabric.device)
-        kind: StepName = "ascent" if getattr(self.optimizer, "needs_first_pass", False) else "plain"
+        kind = "ascent" if getattr(self.optimizer, "needs_first_pass", False) else "plain"
         masks = self.cost.masks
         varies = self.config.optimizer == "esam" and self.steps_taken < VARYING_STEPS
         with MultiplyAdds() if varies or kind not in self.cost.per_image else nullcontext() as counter:

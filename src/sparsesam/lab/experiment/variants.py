@@ -87,7 +87,7 @@ def mean_curve(
     """Returns the mean over the runs that have a value at each x, with its 95 % interval from three runs on."""
     places = sorted({x for curve in curves for x in curve})
     values = [[curve[x] for curve in curves if x in curve] for x in places]
-    bars = [confidence_interval(at_x, lowest=0.0, highest=highest) for at_x in values]
+    bars = [confidence_interval(at_x, highest) for at_x in values]
     return style.series(name, places, map(statistics.fmean, values), bars=bars if any(bars) else None)
 
 

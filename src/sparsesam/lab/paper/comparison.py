@@ -112,15 +112,15 @@ class RecipeRuns:
 def _ranking(found: Mapping[str, Mapping[int, float]], *, is_timed: bool) -> str:
     """Names the best row of a column, and the rows not significantly different from it."""
     ranking = rank(found, highest=not is_timed)
-    if ranking is None:
+    if not ranking:
         return "no ranking with fewer than three seeds; --seeds 3 or more may show a difference."
     few = [row for row, values in found.items() if len(values) < MIN_SEEDS]
-    alike = [row for row in ranking.alike if row != ranking.best]
+    best, *alike = ranking
     words = f"but does not differ significantly from {' and '.join(alike)} with these seeds"
     if not alike:
         words = "and differs significantly from every other row"
     end = f" Not ranked, fewer than three seeds: {', '.join(few)}." if few else ""
-    return f"{ranking.best} is {'fastest' if is_timed else 'best'}, {words}.{end}"
+    return f"{best} is {'fastest' if is_timed else 'best'}, {words}.{end}"
 
 
 def _machine(job: Job) -> str:

@@ -131,9 +131,7 @@ class Recipe:
     def config(self, row: str, column: Column) -> TrainConfig:
         values = {**column.settings, **self.rows[row]["set"]}
         own = values.pop("sgd", {})
-        return from_mapping(
-            TrainConfig, {**values, **(own if values.get("optimizer") == "sgd" else {}), **self.overrides}
-        )
+        return from_mapping({**values, **(own if values.get("optimizer") == "sgd" else {}), **self.overrides})
 
     @property
     def configs(self) -> list[TrainConfig]:

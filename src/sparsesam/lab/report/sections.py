@@ -62,7 +62,7 @@ def _point(variant: RunVariant, place: Number, chosen: RunVariant | None = None)
     """Returns the point of a variant with its interval; nothing if a value is not known."""
     if place is None or variant.accuracy is None:
         return []
-    interval = confidence_interval([100 * value for value in variant.accuracies.values()], lowest=0.0, highest=100.0)
+    interval = confidence_interval([100 * value for value in variant.accuracies.values()], 100.0)
     x, y, bars = [place], [100 * variant.accuracy], interval and [interval]
     return [variant.style.series(variant.label, x, y, bars=bars, chosen=variant is chosen)]
 

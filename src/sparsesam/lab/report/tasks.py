@@ -141,11 +141,11 @@ class Task:
         if len(variants) < 2:
             return Verdict("")
         ranking, costs = rank({variant: variant.accuracies for variant in variants}), self.costs
-        if ranking is None:
+        if not ranking:
             reason = "it takes two variants with at least three finished seeds; with fewer, a difference may be chance"
             return Verdict(f"No ranking: {reason}.")
-        best = ranking.best
-        chosen = min(ranking.alike, key=lambda variant: (costs.values[variant] or math.inf, -(variant.accuracy or 0.0)))
+        best = ranking[0]
+        chosen = min(ranking, key=lambda variant: (costs.values[variant] or math.inf, -(variant.accuracy or 0.0)))
         sentence = f"Best choice: {chosen.label}, {chosen.accuracy_text} at {costs.show(chosen)}. "
         if chosen is best:
             sentence += "It has the highest mean accuracy."
