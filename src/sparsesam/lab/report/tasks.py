@@ -46,11 +46,9 @@ class ReportData:
                     found += [] if content is None else [content]
         known = [(run.config, run) for run in self.runs if run.config is not None]
         groups = sorted(grouped(known, lambda pair: task_label(pair[0])).items())
-        places: dict[str, int] = {
-            key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)
-        }
+        order = {key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)}
         self.tasks = [
-            Task(f"task-{count}", label, group_variants(pairs, places), self.calibrations)
+            Task(f"task-{count}", label, group_variants(pairs, order), self.calibrations)
             for count, (label, pairs) in enumerate(groups, start=1)
         ]
 
