@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,19 +19,25 @@ _SYNCS = (_READ, "nonzero", "masked_select", "is_nonzero", "unique2", "equal")
 
 
 class LaunchCounter(TorchDispatchMode):
-    """``count`` is the number of dispatched operations, without views and allocations, ``syncs`` of those that wait.
+    """``names`` counts the dispatched operations, without views and allocations; ``syncs`` is the number that wait.
 
     A ``_foreach`` operation counts once: an accelerator handles about a hundred tensors per launch.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = self.syncs = 0
+        self.names: Counter[str] = Counter()
+        self.syncs = 0
+
+    @property
+    def count(self) -> int:
+        return self.names.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         self.syncs += name in _SYNCS
-        self.count += not func.is_view and name not in _NO_LAUNCH
+        if not func.is_view and name not in _NO_LAUNCH:
+            self.names[name] += 1
         return func(*args, **(kwargs or {}))
 
 
