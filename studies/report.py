@@ -300,7 +300,7 @@ def main() -> None:
     page = options.docs / "study.md"
     filled = fill(page.read_text(), "summary", summary_table(joint))
     page.write_text(fill(filled, "claims", claims_table(new)))
-    draw_chart(new, options.docs / "accuracy-cost.svg")
+    draw_chart(joint, options.docs / "accuracy-cost.svg")
 
 
 if __name__ == "__main__":
