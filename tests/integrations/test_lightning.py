@@ -30,10 +30,8 @@ from sparsesam.integrations.lightning import (  # noqa: E402
 
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
-PAGE = "docs/lightning.md"
-Classifier = pages.run(
-    PAGE, 0, pytorch_lightning=pytorch_lightning, torch=torch, sparsesam=sparsesam, loss_fn=F.cross_entropy
-)["Classifier"]
+NAMES = {"pytorch_lightning": pytorch_lightning, "torch": torch, "sparsesam": sparsesam, "loss_fn": F.cross_entropy}
+Classifier = pages.run("docs/lightning.md", 0, **NAMES)["Classifier"]
 
 
 class Configured(Classifier):
@@ -201,15 +199,6 @@ def test_trainer_equals_plain_loop(name, precision, count, clip, tmp_path):
     if name in ("last layer", "narrowing", "manual", "manual closure"):
         assert savings.reused > 0
         assert (savings.gradients > 0.5) is (name in ("narrowing", "manual"))  # loss.backward() computes everything
-
-
-def test_documented_accumulation_equals_plain_loop(tmp_path):
-    options = {"max_epochs": 2, "accelerator": "cpu", "default_root_dir": tmp_path, "logger": False}
-    module = Classifier(cases.mlp())
-    twin = copy.deepcopy(module)
-    trainer = pages.run(PAGE, 2, pytorch_lightning=pytorch_lightning, options=options)["trainer"]
-    trainer.fit(module, batches())
-    assert_same_run(module, twin, plain(twin, batches(), count=2))
 
 
 @pytest.mark.parametrize(
