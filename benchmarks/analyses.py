@@ -110,12 +110,12 @@ def eigenvalues(session: Session, title: str, model: nn.Module, x: Tensor, y: Te
 
 
 @benchmark(cpu_time=True, quick={"steps": 2})
-def hessian(session: Session, *, steps: int = 500, resnet18: bool = False) -> None:
+def hessian(session: Session, *, steps: int = 500) -> None:
     """How many Hessian-vector products do the five largest eigenvalues to a relative 1e-3 take?
 
     Both methods use the same trained model and samples; products are counted, which do not depend on the machine's
     load. curvlinops runs with SciPy's eigsh at its usual settings. Products are the most of three start vectors, the
-    error the largest of the eigenvalues and starts. --resnet18 adds ResNet-18, which takes several minutes.
+    error the largest of the eigenvalues and starts.
     """
     warnings.filterwarnings("ignore")
     digits = load_digits()
@@ -127,8 +127,3 @@ def hessian(session: Session, *, steps: int = 500, resnet18: bool = False) -> No
         return
     torch.manual_seed(0)
     eigenvalues(session, "small_cnn, digits", trained(small_cnn(), x, y, 300, 0.05), x[:256], y[:256])
-    if resnet18:
-        torch.manual_seed(0)
-        images = F.interpolate(x[:256], 32).expand(-1, 3, -1, -1).contiguous()
-        network = trained(build_model("resnet18"), images, y[:256], 40, 0.02)
-        eigenvalues(session, "ResNet-18, digits as 3x32x32", network, images[:32], y[:32])

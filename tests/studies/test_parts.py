@@ -12,6 +12,7 @@ from studies.parts import PARTS
 import sparsesam
 from sparsesam.lab.models import build_model
 
+
 @pytest.mark.parametrize(
     ("part", "model", "modules"),
     [
