@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ from sparsesam.integrations.lightning import (  # noqa: E402
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 NAMES = {"pytorch_lightning": pytorch_lightning, "torch": torch, "sparsesam": sparsesam, "loss_fn": F.cross_entropy}
-Classifier = pages.run("docs/lightning.md", 0, **NAMES)["Classifier"]
+documented = partial(pages.run, "docs/lightning.md", **NAMES)
+Classifier = documented(0)["Classifier"]
 
 
 class Configured(Classifier):
@@ -128,24 +130,8 @@ ONE_PASS = {"kind": sparsesam.ExtrapolatedSAM, "rho": 0.025}
 OnePass = partial(Configured, **ONE_PASS)
 
 
-class Narrowing(Configured):
-    """With the hook of docs/lightning.md."""
-
-    def backward(self, loss):
-        self.optimizers().backward(loss)
-
-
-class Manual(Configured):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        opt = self.optimizers()
-        opt.zero_grad()
-        with opt.first_pass():
-            self.manual_backward(super().training_step(batch, batch_idx), inputs=opt.ascent_inputs)
-        with opt.perturbed():
-            self.manual_backward(super().training_step(batch, batch_idx))
-        opt.step()
+Narrowing = documented(1, Classifier=Configured)["Cheaper"]
+Manual = documented(5, Classifier=Configured)["Manual"]
 
 
 class ManualClosure(Configured):
@@ -346,26 +332,24 @@ def test_averaged_weights_get_statistics_in_epoch_without_steps(count, validates
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_fabric_in_two_phases_equals_plain_loop(precision):
+def test_documented_fabric_loop_equals_plain_loop(precision):
     lightning_fabric = pytest.importorskip("lightning_fabric")
     fabric = lightning_fabric.Fabric(accelerator="cpu", precision=precision)
-    module = Configured(cases.mlp(torch.float32), **LAST)
-    twin = copy.deepcopy(module)
-    opt = module.configure_optimizers()
-    model, prepared = fabric.setup(module.net, opt)
+    model, twin = cases.mlp(torch.float32), cases.mlp(torch.float32)
+    last_layer = SimpleNamespace(SAM=partial(sparsesam.SSAM, **LAST))  # in place of the page's SAM
     loader = batches(torch.float32)
-    for _ in range(2):
-        for x, y in loader:
-            prepared.zero_grad()
-            with prepared.first_pass():
-                fabric.backward(F.cross_entropy(model(x), y))
-            with prepared.perturbed():
-                fabric.backward(F.cross_entropy(model(x), y))
-            prepared.step()
-    cast = partial(torch.autocast, "cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext
-    other = plain(twin, loader, precision=cast)
-    cases.assert_close(module, twin, rtol=1e-6, atol=1e-7)
-    assert opt.steps == other.steps == 10
+    opt = documented(6, fabric=fabric, model=model, loader=loader, sparsesam=last_layer)["opt"]
+    other = sparsesam.SSAM(cases.sgd(twin), twin, rho=0.05, engine=False, **LAST)
+    for x, y in loader:
+
+        def loss(x=x, y=y):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                return F.cross_entropy(twin(x), y)
+
+        cases.over_micro_batches(other, [loss])
+    cases.assert_close(model, twin, rtol=1e-6, atol=1e-7)
+    assert opt.steps == other.steps == 5
+    assert opt.savings().gradients > 0.5
 
 
 # ---- logging -----------------------------------------------------------------------------------------------------
