@@ -16,7 +16,6 @@ from tests.docs import pages
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-from sparsesam.integrations.accelerate import AccumulatedPasses  # noqa: E402
 from sparsesam.integrations.hugging_face import SharpnessAwareTrainer  # noqa: E402
 
 
@@ -206,30 +205,18 @@ def test_documented_accelerate_loop_equals_plain_loop():
     assert left["opt"].steps == 5
 
 
-def accumulated(model, opt, loader, accelerator):
-    prepared_model, prepared, loader = accelerator.prepare(model, opt, loader)
-    passes = AccumulatedPasses(accelerator, prepared_model, opt)
-    for x, y in loader:
-        with accelerator.accumulate(prepared_model):
-            passes(lambda x=x, y=y: F.cross_entropy(prepared_model(x), y))
-            prepared.step()
-            prepared.zero_grad()
-
-
-@pytest.mark.parametrize("schedule", [{}, {"every": 2}, {"mask": "4.*"}], ids=str)
-def test_accelerator_accumulate_equals_plain_loop(schedule):
+@pytest.mark.parametrize("options", [{"mask": "*"}, {"mask": "*", "every": 2}, {"mask": "4.*"}], ids=str)
+def test_documented_accumulation_equals_plain_loop(options):
     model, twin = cases.mlp(), cases.mlp()
-    if "mask" in schedule:
-        opt, other = (cases.ssam(m, **schedule) for m in (model, twin))
-    else:
-        opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.3, **schedule) for m in (model, twin))
+    opt, other = (cases.ssam(m, **options) for m in (model, twin))
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    accumulated(model, opt, batches(), accelerator)
+    prepared = dict(zip(("model", "prepared", "loader"), accelerator.prepare(model, opt, batches()), strict=True))
+    pages.run("docs/accelerate.md", 1, accelerator=accelerator, opt=opt, loss_fn=F.cross_entropy, **prepared)
     micro = list(batches())
     for at in range(0, 5, 2):  # the last step has one micro-batch
         cases.over_micro_batches(other, mean_losses(twin, micro[at : at + 2], 2))
     assert opt.steps == other.steps == 3
-    assert (opt.savings().gradients > 0.5) is ("mask" in schedule)
+    assert (opt.savings().gradients > 0.5) is (options["mask"] == "4.*")
     cases.assert_close(model, twin)
 
 
