@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.timing import Cases, Clock, Ratio, compare
+from benchmarks.timing import Cases, Ratio, compare
 from sparsesam.lab.experiment.provenance import provenance
 
 Value = TypeVar("Value")
+CPU = torch.device("cpu")
 BENCHMARKS: dict[str, Benchmark] = {}
 HELP = {
     "threads": "threads of torch",
@@ -38,19 +39,20 @@ class Session:
     only: str = ""
     quick: bool = False
 
-    @property
-    def clock(self) -> Clock:
-        return time.process_time if self.cpu_time else time.perf_counter
-
     def chosen(self, cases: Mapping[str, Value], *always: str) -> dict[str, Value]:
         words = self.only.split(",")
         return {name: case for name, case in cases.items() if name in always or any(word in name for word in words)}
 
-    def compare(self, cases: Cases, reference: str, clock: Clock | None = None) -> dict[str, Ratio]:
+    def compare(self, cases: Cases, reference: str, device: torch.device = CPU) -> dict[str, Ratio]:
         """Times each case against the reference; first steps, which create momentum and masks, are not timed."""
+
+        def clock() -> float:
+            if device != CPU:
+                torch.accelerator.synchronize(device)
+            return time.process_time() if self.cpu_time else time.perf_counter()
+
         warmup = 1 if self.quick else 2
-        chosen = self.chosen(cases, reference)
-        return compare(chosen, reference, rounds=self.rounds, warmup=warmup, clock=clock or self.clock)
+        return compare(self.chosen(cases, reference), reference, rounds=self.rounds, warmup=warmup, clock=clock)
 
 
 @dataclass(frozen=True)

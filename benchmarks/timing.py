@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Cases = Mapping[str, Callable[[], object]]
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Ratio:
 
 
 def compare(
-    cases: Cases, reference: str, *, rounds: int, warmup: int, clock: Clock = time.perf_counter
+    cases: Cases, reference: str, *, rounds: int, warmup: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Ratio]:
     """Time each case against the mean of the runs of the reference just before and just after.
 
@@ -43,8 +42,6 @@ def compare(
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}; ten or more give a usable median")
-    if reference not in cases:
-        raise ValueError(f"reference must be one of {', '.join(cases)}, got {reference!r}")
 
     def seconds(name: str) -> float:
         start = clock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 from sparsesam.lab.experiment.confidence import half_width
 
@@ -15,16 +15,13 @@ class Mean:
     """``interval`` is half of the 95 % confidence interval, by Student's t."""
 
     value: float
-    standard_error: float
     interval: float
     count: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
         width = half_width(values)
-        if width is None:
-            return cls(fmean(values), math.nan, math.nan, len(values))
-        return cls(fmean(values), stdev(values) / math.sqrt(len(values)), width, len(values))
+        return cls(fmean(values), math.nan if width is None else width, len(values))
 
     def __str__(self) -> str:
         """Format as a difference."""
@@ -37,13 +34,13 @@ def paired(better: Mapping[int, float], worse: Mapping[int, float]) -> Mean:
     return Mean.of([better[seed] - worse[seed] for seed in seeds])
 
 
-def verdict(difference: Mean, *, within: float | None = None, one_sided: bool = False) -> str:
-    """Judge "better > worse", or "better = worse" (``one_sided``: >=) to within a margin in points."""
+def verdict(difference: Mean, *, within: float | None = None) -> str:
+    """Judge "better > worse", or "better = worse" to within a margin in points."""
     low, high = difference.value - difference.interval, difference.value + difference.interval
     if math.isnan(low):
         return "undecided"
     if within is not None:
-        if low >= -within and (one_sided or high <= within):
+        if -within <= low and high <= within:
             return "confirmed"
-        return "refuted" if high < -within or (low > within and not one_sided) else "undecided"
+        return "refuted" if high < -within or low > within else "undecided"
     return "confirmed" if low > 0 else "refuted" if high < 0 else "undecided"

@@ -32,7 +32,6 @@ def test_table_is_markdown(capsys):
     assert capsys.readouterr().out == "|      | x   |\n|------|-----|\n| a    | 1   |\n| long | 2.5 |\n\n"
 
 
-@pytest.mark.parametrize(("rounds", "reference", "message"), [(1, "SGD", "reference must"), (0, "SAM", "rounds must")])
-def test_wrong_arguments_raise(rounds, reference, message):
-    with pytest.raises(ValueError, match=message):
-        compare({"SAM": lambda: None}, reference, rounds=rounds, warmup=0)
+def test_no_rounds_raise():
+    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
+        compare({"SAM": lambda: None}, "SAM", rounds=0, warmup=0)

@@ -16,7 +16,6 @@ from tests.docs import pages
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-from sparsesam.integrations.accelerate import AccumulatedPasses  # noqa: E402
 from sparsesam.integrations.hugging_face import SharpnessAwareTrainer  # noqa: E402
 
 
@@ -81,15 +80,19 @@ def test_documented_trainer_equals_plain_loop(tmp_path):
     cases.assert_close(model, twin)
 
 
-@pytest.mark.parametrize("schedule", [{}, {"every": 2}], ids=str)
-def test_micro_batches_equal_plain_loop(schedule, tmp_path):
+LAST = {"mask": sparsesam.fixed_mask("transformer.h.1.*"), "norm": "masked"}
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 2}, LAST], ids=["every step", "every other step", "last layer"])
+def test_micro_batches_equal_plain_loop(options, tmp_path):
     model, twin = language_model(), language_model()
-    opt, other = masked(model, **schedule), masked(twin, **schedule)
+    opt, other = masked(model, **options), masked(twin, engine=False, **options)
     train(model, opt, arguments(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.1))
     plain(twin, other, count=2, clip=0.1)
     cases.assert_close(model, twin)
     assert opt.steps == other.steps
     cases.assert_same_masks(opt, other)
+    assert opt.savings().reused > 0 or options is not LAST
 
 
 def test_rho_zero_equals_trainer_of_transformers(tmp_path):
@@ -110,16 +113,6 @@ def test_resumed_run_equals_uninterrupted(tmp_path):
     assert cases.same_bits(cases.weights_of(whole), cases.weights_of(half))
     assert opt.steps == other.steps == 6
     cases.assert_same_masks(opt, other)
-
-
-def test_savings_change_nothing(tmp_path):
-    model, twin = language_model(), language_model()
-    last = {"mask": sparsesam.fixed_mask("transformer.h.1.*"), "norm": "masked"}
-    opt = masked(model, **last)
-    train(model, opt, arguments(tmp_path))
-    plain(twin, masked(twin, engine=False, **last))
-    assert opt.savings().reused > 0
-    cases.assert_close(model, twin)
 
 
 def test_schedule_free_base_equals_plain_loop(tmp_path):
@@ -212,30 +205,18 @@ def test_documented_accelerate_loop_equals_plain_loop():
     assert left["opt"].steps == 5
 
 
-def accumulated(model, opt, loader, accelerator):
-    prepared_model, prepared, loader = accelerator.prepare(model, opt, loader)
-    passes = AccumulatedPasses(accelerator, prepared_model, opt)
-    for x, y in loader:
-        with accelerator.accumulate(prepared_model):
-            passes(lambda x=x, y=y: F.cross_entropy(prepared_model(x), y))
-            prepared.step()
-            prepared.zero_grad()
-
-
-@pytest.mark.parametrize("schedule", [{}, {"every": 2}, {"mask": "4.*"}], ids=str)
-def test_accelerator_accumulate_equals_plain_loop(schedule):
+@pytest.mark.parametrize("options", [{"mask": "*"}, {"mask": "*", "every": 2}, {"mask": "4.*"}], ids=str)
+def test_documented_accumulation_equals_plain_loop(options):
     model, twin = cases.mlp(), cases.mlp()
-    if "mask" in schedule:
-        opt, other = (cases.ssam(m, **schedule) for m in (model, twin))
-    else:
-        opt, other = (sparsesam.SAM(cases.sgd(m), m, rho=0.3, **schedule) for m in (model, twin))
+    opt, other = (cases.ssam(m, **options) for m in (model, twin))
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    accumulated(model, opt, batches(), accelerator)
+    prepared = dict(zip(("model", "prepared", "loader"), accelerator.prepare(model, opt, batches()), strict=True))
+    pages.run("docs/accelerate.md", 1, accelerator=accelerator, opt=opt, loss_fn=F.cross_entropy, **prepared)
     micro = list(batches())
     for at in range(0, 5, 2):  # the last step has one micro-batch
         cases.over_micro_batches(other, mean_losses(twin, micro[at : at + 2], 2))
     assert opt.steps == other.steps == 3
-    assert (opt.savings().gradients > 0.5) is ("mask" in schedule)
+    assert (opt.savings().gradients > 0.5) is (options["mask"] == "4.*")
     cases.assert_close(model, twin)
 
 

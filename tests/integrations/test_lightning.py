@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,24 +31,23 @@ from sparsesam.integrations.lightning import (  # noqa: E402
 
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
-PAGE = "docs/lightning.md"
-Classifier = pages.run(
-    PAGE, 0, pytorch_lightning=pytorch_lightning, torch=torch, sparsesam=sparsesam, loss_fn=F.cross_entropy
-)["Classifier"]
+NAMES = {"pytorch_lightning": pytorch_lightning, "torch": torch, "sparsesam": sparsesam, "loss_fn": F.cross_entropy}
+documented = partial(pages.run, "docs/lightning.md", **NAMES)
+Classifier = documented(0)["Classifier"]
 
 
 class Configured(Classifier):
-    """The same with a small model and other options."""
+    """The same with a small model and another method or options."""
 
-    def __init__(self, net, **options):
+    def __init__(self, net, kind=sparsesam.SSAM, **options):
         super().__init__(net)
-        self.options = options
+        self.kind, self.options = kind, {"rho": 0.3, **options}
 
     def validation_step(self, batch, batch_idx):
         self.net(batch[0])
 
     def configure_optimizers(self):
-        return sparsesam.SSAM(cases.sgd(self.net), self.net, rho=0.3, **self.options)
+        return self.kind(cases.sgd(self.net), self.net, **self.options)
 
 
 def test_imported_lightning_is_preferred(tmp_path):
@@ -126,31 +126,12 @@ def assert_same_run(module, twin, opt):
 # ---- the Trainer equals a plain loop -----------------------------------------------------------------------------
 
 LAST = {"mask": sparsesam.fixed_mask("4.*"), "norm": "masked"}
+ONE_PASS = {"kind": sparsesam.ExtrapolatedSAM, "rho": 0.025}
+OnePass = partial(Configured, **ONE_PASS)
 
 
-class OnePass(Classifier):
-    def configure_optimizers(self):
-        return sparsesam.ExtrapolatedSAM(cases.sgd(self.net), self.net, 0.025)
-
-
-class Narrowing(Configured):
-    """With the hook of docs/lightning.md."""
-
-    def backward(self, loss):
-        self.optimizers().backward(loss)
-
-
-class Manual(Configured):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        opt = self.optimizers()
-        opt.zero_grad()
-        with opt.first_pass():
-            self.manual_backward(super().training_step(batch, batch_idx), inputs=opt.ascent_inputs)
-        with opt.perturbed():
-            self.manual_backward(super().training_step(batch, batch_idx))
-        opt.step()
+Narrowing = documented(1, Classifier=Configured)["Cheaper"]
+Manual = documented(5, Classifier=Configured)["Manual"]
 
 
 class ManualClosure(Configured):
@@ -190,7 +171,7 @@ def fp16(plugin=SharpnessAwareMixedPrecision):
 def test_trainer_equals_plain_loop(name, precision, count, clip, tmp_path):
     module = MODULES[name](cases.mlp(torch.float64 if precision == "float64" else torch.float32))
     twin, loader = copy.deepcopy(module), batches(torch.float64 if precision == "float64" else torch.float32)
-    if isinstance(module, Configured):
+    if name not in ("documented", "one pass"):
         twin.options["engine"] = False
     given, options = {"float64": {}, "bf16": {"precision": "bf16-mixed"}, "fp16": {"plugins": fp16()}}[precision], {}
     if precision != "float64":
@@ -204,15 +185,6 @@ def test_trainer_equals_plain_loop(name, precision, count, clip, tmp_path):
     if name in ("last layer", "narrowing", "manual", "manual closure"):
         assert savings.reused > 0
         assert (savings.gradients > 0.5) is (name in ("narrowing", "manual"))  # loss.backward() computes everything
-
-
-def test_documented_accumulation_equals_plain_loop(tmp_path):
-    options = {"max_epochs": 2, "accelerator": "cpu", "default_root_dir": tmp_path, "logger": False}
-    module = Classifier(cases.mlp())
-    twin = copy.deepcopy(module)
-    trainer = pages.run(PAGE, 2, pytorch_lightning=pytorch_lightning, options=options)["trainer"]
-    trainer.fit(module, batches())
-    assert_same_run(module, twin, plain(twin, batches(), count=2))
 
 
 @pytest.mark.parametrize(
@@ -269,11 +241,11 @@ def test_accumulation_uses_same_random_numbers_in_both_passes(tmp_path):
     assert (first_again, last_again) == (first, last)
 
 
-class Counting(OnePass):
+class Counting(Configured):
     """Records in each pass whether its weights are perturbed."""
 
-    def __init__(self, net):
-        super().__init__(net)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.forwards, self.backwards = [], []
 
     def training_step(self, batch, batch_idx):
@@ -286,7 +258,7 @@ class Counting(OnePass):
 
 
 def test_one_pass_accumulation_has_one_backward_per_batch_and_one_statistics_update(tmp_path):
-    module, twin = Counting(cases.convnet()), cases.convnet()
+    module, twin = Counting(cases.convnet(), **ONE_PASS), cases.convnet()
     fit(module, tmp_path, loader=image_batches(), max_epochs=1, count=3)
     assert module.backwards == [True] * 5
     assert module.forwards == [False, False, True, True, True, False, True, True]
@@ -313,12 +285,8 @@ class SkippingSteps(Configured):
         return None if batch_idx in self.left_out else super().training_step(batch, batch_idx)
 
 
-class SkippingOnePass(SkippingSteps):
-    configure_optimizers = OnePass.configure_optimizers
-
-
 @pytest.mark.filterwarnings("ignore:the closure computed no gradient:RuntimeWarning")
-@pytest.mark.parametrize("kind", [SkippingSteps, partial(SkippingSteps, every=2), SkippingOnePass])
+@pytest.mark.parametrize("kind", [SkippingSteps, partial(SkippingSteps, every=2), partial(SkippingSteps, **ONE_PASS)])
 def test_training_step_returning_none_takes_no_step(kind, tmp_path):
     module = kind(cases.mlp(), mask=sparsesam.random_mask(sparsity=0.5))
     twin = copy.deepcopy(module)
@@ -364,26 +332,24 @@ def test_averaged_weights_get_statistics_in_epoch_without_steps(count, validates
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_fabric_in_two_phases_equals_plain_loop(precision):
+def test_documented_fabric_loop_equals_plain_loop(precision):
     lightning_fabric = pytest.importorskip("lightning_fabric")
     fabric = lightning_fabric.Fabric(accelerator="cpu", precision=precision)
-    module = Configured(cases.mlp(torch.float32), **LAST)
-    twin = copy.deepcopy(module)
-    opt = module.configure_optimizers()
-    model, prepared = fabric.setup(module.net, opt)
+    model, twin = cases.mlp(torch.float32), cases.mlp(torch.float32)
+    last_layer = SimpleNamespace(SAM=partial(sparsesam.SSAM, **LAST))  # in place of the page's SAM
     loader = batches(torch.float32)
-    for _ in range(2):
-        for x, y in loader:
-            prepared.zero_grad()
-            with prepared.first_pass():
-                fabric.backward(F.cross_entropy(model(x), y))
-            with prepared.perturbed():
-                fabric.backward(F.cross_entropy(model(x), y))
-            prepared.step()
-    cast = partial(torch.autocast, "cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext
-    other = plain(twin, loader, precision=cast)
-    cases.assert_close(module, twin, rtol=1e-6, atol=1e-7)
-    assert opt.steps == other.steps == 10
+    opt = documented(6, fabric=fabric, model=model, loader=loader, sparsesam=last_layer)["opt"]
+    other = sparsesam.SSAM(cases.sgd(twin), twin, rho=0.05, engine=False, **LAST)
+    for x, y in loader:
+
+        def loss(x=x, y=y):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                return F.cross_entropy(twin(x), y)
+
+        cases.over_micro_batches(other, [loss])
+    cases.assert_close(model, twin, rtol=1e-6, atol=1e-7)
+    assert opt.steps == other.steps == 5
+    assert opt.savings().gradients > 0.5
 
 
 # ---- logging -----------------------------------------------------------------------------------------------------
@@ -400,14 +366,10 @@ class Logging(Configured):
         return loss
 
 
-class LoggingOnePass(Logging):
-    configure_optimizers = OnePass.configure_optimizers
-
-
-@pytest.mark.parametrize("kind", [Logging, LoggingOnePass])
+@pytest.mark.parametrize("options", [{}, ONE_PASS], ids=["two passes", "one pass"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_metrics_that_respect_in_second_pass_are_counted_once(count, kind, tmp_path):
-    module = kind(cases.mlp(), mask=sparsesam.random_mask(sparsity=0.5))
+def test_metrics_that_respect_in_second_pass_are_counted_once(count, options, tmp_path):
+    module = Logging(cases.mlp(), mask=sparsesam.random_mask(sparsity=0.5), **options)
     callbacks = [AccumulatedAscent()] if count == 1 else []  # with one batch it changes nothing
     trainer = fit(module, tmp_path, max_epochs=1, count=count, callbacks=callbacks)
     assert len(module.seen) == 5

@@ -153,20 +153,17 @@ def test_comparisons_are_paired_by_seed():
 
 
 @pytest.mark.parametrize(
-    ("value", "interval", "options", "expected"),
+    ("value", "interval", "within", "expected"),
     [
-        (1.0, 0.5, {"within": None}, "confirmed"),
-        (-1.0, 0.5, {"within": None}, "refuted"),
-        (1.0, 1.5, {"within": None}, "undecided"),
-        (2.0, math.nan, {"within": None}, "undecided"),
-        (0.2, 0.5, {"within": 1.0}, "confirmed"),
-        (0.8, 0.5, {"within": 1.0}, "undecided"),
-        (-2.0, 0.5, {"within": 1.0}, "refuted"),
-        (2.0, 0.5, {"within": 1.0, "one_sided": True}, "confirmed"),
-        (-0.4, 0.5, {"within": 1.0, "one_sided": True}, "confirmed"),
-        (-0.8, 0.5, {"within": 1.0, "one_sided": True}, "undecided"),
-        (-2.0, 0.5, {"within": 1.0, "one_sided": True}, "refuted"),
+        (1.0, 0.5, None, "confirmed"),
+        (-1.0, 0.5, None, "refuted"),
+        (1.0, 1.5, None, "undecided"),
+        (2.0, math.nan, None, "undecided"),
+        (0.2, 0.5, 1.0, "confirmed"),
+        (0.8, 0.5, 1.0, "undecided"),
+        (-2.0, 0.5, 1.0, "refuted"),
+        (2.0, 0.5, 1.0, "refuted"),
     ],
 )
-def test_verdicts(value, interval, options, expected):
-    assert verdict(Mean(value, 0.1, interval, 5), **options) == expected
+def test_verdicts(value, interval, within, expected):
+    assert verdict(Mean(value, interval, 5), within=within) == expected

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,28 @@ def loss_landscape(
     total)`` is called after every point.
     """
     chosen = random_directions(objective.model) if directions is None else _checked(directions, objective.model)
-    return _evaluate(objective, chosen, points, span, state_file, progress)
+    check_count("points", points, "the paper's figures have 50 by 50", least=2)
+    if not (math.isfinite(span[0]) and math.isfinite(span[1]) and span[0] < span[1]):
+        raise ValueError(f"span must be (low, high) with low < high, got {span}")
+    axis, dimensions = np.linspace(*span, points), len(chosen)
+    named = _named_tensors(objective.model)
+    tensors = {name: named[name] for name in named if any(name in direction for direction in chosen)}
+    along = [[direction.get(name) for name in tensors] for direction in reversed(chosen)]
+    grid = list(itertools.product(axis.tolist(), repeat=dimensions))
+    with objective.measuring(), moving(list(tensors.values())) as move:
+        center = objective.loss()
+        file = None if state_file is None else Path(state_file)
+        losses = [] if file is None else _open_state(file, _fingerprint(objective, chosen, axis))
+        for point in grid[len(losses) :]:
+            move(*zip(along, point, strict=True))
+            losses.append(objective.loss())
+            if file is not None:
+                with file.open("a") as state:
+                    state.write(f"{losses[-1]!r}\n")
+            progress(len(losses), len(grid))
+    y, loss = axis if dimensions == 2 else np.zeros(0), np.reshape(losses, [points] * dimensions)
+    lengths, moved = [norm(d.values()) for d in chosen], sum(tensor.numel() for tensor in tensors.values())
+    return Landscape(axis, y, loss, center, lengths, moved, int((~np.isfinite(loss)).sum()), **objective.measured())
 
 
 def loss_between(
@@ -72,10 +94,11 @@ def loss_between(
     *,
     points: int = 51,
     span: tuple[float, float] = (0.0, 1.0),
-    state_file: str | os.PathLike[str] | None = None,
-    progress: ProgressCallback = lambda done, total: None,
+    **options: Any,
 ) -> Landscape:
     """Evaluate the loss on the line from one state dict (x = 0) to another (x = 1) of the same model.
+
+    ``options`` are those of `loss_landscape`.
 
     With frozen statistics, running statistics are interpolated like the weights, which raises the loss between
     networks with batch normalization; ``Objective(statistics="recomputed")`` avoids this. Integer buffers are those
@@ -90,7 +113,7 @@ def loss_between(
         model.load_state_dict(start)
         for name, tensor in floating.items():
             way[name] -= tensor
-        result = _evaluate(objective, [way], points, span, state_file, progress)
+        result = loss_landscape(objective, [way], points=points, span=span, **options)
     frozen = objective.statistics == "frozen" and any(True for _ in model.buffers())
     return replace(result, notes=[_INTERPOLATED]) if frozen else result
 
@@ -127,50 +150,17 @@ def random_directions(
 
 
 def _checked(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> list[Direction]:
-    """Returns the directions on the parameters' devices and in their dtypes; ValueError for wrong names or shapes."""
+    """Returns directions on the devices and in the dtypes of the model's tensors; ValueError for names or shapes."""
     if len(directions) not in (1, 2) or not all(directions):
         raise ValueError(f"directions must be one or two, got {len(directions)} or an empty one; two span a plane")
-    known = dict(model.named_parameters())
+    known = _named_tensors(model)
     for number, direction in enumerate(directions):
-        check_like_parameters(f"directions[{number}]", direction, known)
+        check_like_parameters(f"directions[{number}]", direction, known, "parameter or buffer")
     return [{name: value.detach().to(known[name]) for name, value in direction.items()} for direction in directions]
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict((*model.named_parameters(), *model.named_buffers()))
-
-
-def _evaluate(
-    objective: Objective,
-    directions: Sequence[Direction],
-    points: int,
-    span: tuple[float, float],
-    state_file: str | os.PathLike[str] | None,
-    progress: ProgressCallback,
-) -> Landscape:
-    """Evaluate the loss at every point of the grid: columns are along the first direction, rows along the second."""
-    check_count("points", points, "the paper's figures have 50 by 50", least=2)
-    if not (math.isfinite(span[0]) and math.isfinite(span[1]) and span[0] < span[1]):
-        raise ValueError(f"span must be (low, high) with low < high, got {span}")
-    axis, dimensions = np.linspace(*span, points), len(directions)
-    named = _named_tensors(objective.model)
-    tensors = {name: named[name] for name in named if any(name in direction for direction in directions)}
-    along = [[direction.get(name) for name in tensors] for direction in reversed(directions)]
-    grid = list(itertools.product(axis.tolist(), repeat=dimensions))
-    with objective.measuring(), moving(list(tensors.values())) as move:
-        center = objective.loss()
-        file = None if state_file is None else Path(state_file)
-        losses = [] if file is None else _open_state(file, _fingerprint(objective, directions, axis))
-        for point in grid[len(losses) :]:
-            move(*zip(along, point, strict=True))
-            losses.append(objective.loss())
-            if file is not None:
-                with file.open("a") as state:
-                    state.write(f"{losses[-1]!r}\n")
-            progress(len(losses), len(grid))
-    y, loss = axis if dimensions == 2 else np.zeros(0), np.reshape(losses, [points] * dimensions)
-    lengths, moved = [norm(d.values()) for d in directions], sum(tensor.numel() for tensor in tensors.values())
-    return Landscape(axis, y, loss, center, lengths, moved, int((~np.isfinite(loss)).sum()), **objective.measured())
 
 
 def _open_state(path: Path, fingerprint: str) -> list[float]:

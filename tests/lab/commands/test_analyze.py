@@ -93,38 +93,33 @@ def with_and_without_mask(make, function, **options):
             "bound",
             with_and_without_mask(BoundResult, analysis.generalization_bound, n=72, delta=0.1, classes=10, steps=2),
         ),
+        ("masks", "masks", lambda run: analysis.masks_over_time(read_masks(run.path))),
+        (
+            "convergence --steps 20 --runs 2",
+            "convergence",
+            lambda run: ConvergenceAnalysis(steps=20, runs=2).measure(run, None),
+        ),
     ],
 )
 def test_command_writes_prints_and_draws_result_of_function(runs, tmp_path, capsys, words, name, expected):
     from PIL import Image
 
     (kind, *options), picture = words.split(), tmp_path / "a" / "picture.png"
-    assert analyze(kind, runs / "sgd", runs / "ssam-f", *options, *SAMPLES, "--plot", picture) == 0
+    measures_weights = ANALYSES[kind].needs == "weights"
+    options += SAMPLES if measures_weights else []
+    assert analyze(kind, runs / "sgd", runs / "ssam-f", *options, "--plot", picture) == 0
     result, printed = expected(load_run(runs / "ssam-f", samples=40)), capsys.readouterr().out
-    assert result_of(runs / "ssam-f", name) == result.to_dict()
+    content = written(runs / "ssam-f", name)
+    assert content["result"] == result.to_dict()
+    assert ("checkpoint" in content["made"]) is measures_weights
     assert all(cell.text in printed for cell in cells(*ANALYSES[kind].summary(result).values()))
     assert (np.asarray(Image.open(picture).convert("L")) < 128).mean() > 0.002
     assert not list((runs / "ssam-f" / "analyses").glob("*.txt"))
 
 
-def test_masks_over_time(runs, tmp_path, capsys):
-    assert analyze("masks", runs / "sgd", runs / "ssam-f", "--plot", tmp_path / "masks.svg") == 0
-    found, printed = written(runs / "ssam-f", "masks"), capsys.readouterr().out
-    assert found["result"] == analysis.masks_over_time(read_masks(runs / "ssam-f")).to_dict()
-    assert found["result"]["steps"] == [0, 3, 6, 9, 12]
-    assert "checkpoint" not in found["made"]
-    assert "ever perturbed" in printed
-    assert "left out" in printed
-    assert "<svg" in (tmp_path / "masks.svg").read_text()
-
-
-def test_convergence_needs_no_run(tmp_path, capsys):
-    words = ["--steps", 20, "--runs", 2, "--plot", tmp_path / "curves.pdf"]
-    assert analyze("convergence", tmp_path, *words) == 0
-    found = ConvergenceAnalysis(steps=20, runs=2).measure(None, None)
-    assert result_of(tmp_path, "convergence") == found.to_dict()
-    assert all(cell.text in capsys.readouterr().out for cell in cells(found.methods["SSAM"].measured[-1]))
-    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
+def test_runs_without_masks_are_left_out(runs, capsys):
+    assert analyze("masks", runs / "sgd", runs / "ssam-f") == 0
+    assert f"left out, without masks: {runs / 'sgd'}\n" in capsys.readouterr().out
 
 
 def test_landscape_along_eigenvectors_has_their_curvature(runs):

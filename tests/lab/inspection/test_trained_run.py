@@ -70,6 +70,10 @@ def test_mask_is_that_of_checkpoint_and_none_for_plain_runs(tmp_path, plain):
     assert same(run.masks, list(read_masks(tmp_path))[-1][1])
     assert run.mask_step == 14
     assert load_run(plain).masks is None
+    for file in (tmp_path / "masks").iterdir():
+        file.unlink()
+    notes = [load_run(path, checkpoint="best").origin()["notes"] for path in (tmp_path, plain)]
+    assert notes == [["the mask in use at best.pt was not recorded; train with --record-masks true"], []]
 
 
 def test_unfinished_run_is_accepted(tmp_path):

@@ -61,7 +61,6 @@ class TrainedRun:
         self.file = weights or (self.directory.best if on.checkpoint == "best" else self.directory.last)
         self.is_own_file = weights is None
         self.environment = RunEnvironment(data_dir=on.data_dir, download=on.download, accelerator=on.accelerator)
-        self.notes: list[str] = []
 
     @cached_property
     def config(self) -> TrainConfig:
@@ -111,11 +110,7 @@ class TrainedRun:
                 return None, None
             return int(own["mask"]["last_step"]), tensors["mask"]
         before = [(step, file) for step, file in self.directory.mask_files() if step < self.step]
-        if before:
-            return before[-1][0], read_mask_file(before[-1][1])
-        if self.config.optimizer.startswith(("ssam", "sam-on")):
-            self.notes.append("the mask in use at best.pt was not recorded; train with --record-masks true")
-        return None, None
+        return (before[-1][0], read_mask_file(before[-1][1])) if before else (None, None)
 
     @cached_property
     def _content(self) -> dict[str, Any]:
@@ -151,6 +146,8 @@ class TrainedRun:
 
     def origin(self) -> dict[str, Any]:
         """Returns what results are measured on, as ``made`` in docs/analyze.md."""
+        has_mask = self.config.optimizer.startswith(("ssam", "sam-on"))
+        is_unknown = has_mask and self.masks is None and "training" not in self._content
         return {
             "checkpoint": self.on.checkpoint,
             "step": self.step,
@@ -161,5 +158,5 @@ class TrainedRun:
             "loss": "cross-entropy" + (f", label smoothing {self._smoothing:g}" if self._smoothing else ""),
             "statistics": self.on.statistics,
             "device": str(next(self.model.parameters()).device),
-            "notes": self.notes,
+            "notes": ["the mask in use at best.pt was not recorded; train with --record-masks true"] * is_unknown,
         }
