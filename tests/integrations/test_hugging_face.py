@@ -16,6 +16,7 @@ from tests.docs import pages
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
+from sparsesam.integrations.accelerate import AccumulatedPasses  # noqa: E402
 from sparsesam.integrations.hugging_face import SharpnessAwareTrainer  # noqa: E402
 
 
@@ -217,6 +218,27 @@ def test_documented_accumulation_equals_plain_loop(options):
         cases.over_micro_batches(other, mean_losses(twin, micro[at : at + 2], 2))
     assert opt.steps == other.steps == 3
     assert (opt.savings().gradients > 0.5) is (options["mask"] == "4.*")
+    cases.assert_close(model, twin)
+
+
+def test_micro_batch_that_failed_in_the_first_pass_does_not_run_at_w_plus_e():
+    model, twin = cases.mlp(), cases.mlp()
+    opt, other = (cases.ssam(m, "*") for m in (model, twin))
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    wrapped, prepared = accelerator.prepare(model, opt)
+    passes = AccumulatedPasses(accelerator, wrapped, prepared)
+    micro = list(batches())[:3]
+    for x, y in micro:
+        with accelerator.accumulate(wrapped):
+            if x is micro[1][0]:
+                with pytest.raises(ValueError, match="batch_size"):
+                    passes(lambda x=x, y=y: F.cross_entropy(wrapped(x), y[1:]))
+            else:
+                passes(lambda x=x, y=y: F.cross_entropy(wrapped(x), y))
+            prepared.step()
+            prepared.zero_grad()
+    cases.over_micro_batches(other, mean_losses(twin, micro[::2], 3))
+    assert opt.steps == 1
     cases.assert_close(model, twin)
 
 

@@ -59,18 +59,19 @@ class AccumulatedPasses:
 
     def run(self, forward_backward: Callable[[], Tensor]) -> Tensor:
         """As above, with a function that also runs the backward."""
-        self._micro_batches.append((forward_backward, self._rng.read()))
+        state = self._rng.read()
         loss = torch.zeros((), device=self._accelerator.device)
         needs_first_pass = self.optimizer.needs_first_pass
         if needs_first_pass:
             with self.optimizer.first_pass():
                 loss = forward_backward()
+        self._micro_batches.append((forward_backward, state))  # unless it raised
         if self._accelerator.sync_gradients:
             all_of_them, self._micro_batches = self._micro_batches, []
             with self.optimizer.perturbed():
-                for number, (again, state) in enumerate(all_of_them, start=1):
+                for number, (again, then) in enumerate(all_of_them, start=1):
                     if needs_first_pass:
-                        self._rng.write(state)
+                        self._rng.write(then)
                     is_last = number == len(all_of_them)
                     with nullcontext() if is_last else self._accelerator.no_sync(self._model):
                         second = again()
