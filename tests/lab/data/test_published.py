@@ -56,8 +56,8 @@ def test_users_archive_is_unpacked_into_cache(tmp_path, archived):
 def test_other_archive_of_same_name_is_rejected(tmp_path, archived):
     cifar, archive = archived
     archive.write_bytes(b"another")
-    with pytest.raises(DataError, match=r"expected cifar-10-binary\.tar\.gz with MD5"):
-        load_published(cifar, tmp_path, download=False)
+    with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz is missing or has another checksum"):
+        load_published(cifar, tmp_path)
 
 
 def test_downloads_unpacks_and_keeps_only_files(archived, server, cache):
@@ -76,7 +76,7 @@ def test_offline_error_names_file_and_directory(cache, tmp_path):
     message = str(caught.value)
     assert f"Put into {cache / 'cifar10'}, or into a directory you name as data_dir:" in message
     assert "cifar-10-binary.tar.gz  MD5 c32a1d4ab5d03f1284b67883e8d87530  from https://www.cs.toronto.edu" in message
-    with pytest.raises(DataError, match=f"(?s)Put into {tmp_path}:.* t10k-labels-idx1-ubyte.gz  MD5 bb300cfd"):
+    with pytest.raises(DataError, match=r"(?s)Put into .* t10k-labels-idx1-ubyte.gz  MD5 bb300cfd"):
         load_dataset("fashion-mnist", tmp_path, download=False)
 
 
