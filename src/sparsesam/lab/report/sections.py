@@ -41,14 +41,14 @@ _CURVES = {
 
 
 def results_part(task: Task) -> Part:
-    costs, chosen = task.costs, task.verdict.chosen
+    costs, (sentence, chosen) = task.costs, task.verdict
     ring = " The ring marks the cheapest variant not significantly different from the best." if chosen else ""
     words = {"time": "time of a run", "passes": "forward-backward passes"}[costs.measure]
     points = [point for variant in task.variants for point in _point(variant, costs.values[variant], chosen)]
     caption = f"{costs.explanation} Up and to the left is better.{ring}"
     figure = _against("cost", f"{words} / {costs.reference}’s", caption, points)
     blocks: list[Table | Figure] = [figure, results_table(task.variants, costs), _settings(task)]
-    return Part("", blocks, task.verdict.sentence)
+    return Part("", blocks, sentence)
 
 
 def _against(name: str, axis: str, caption: str, points: Sequence[Series], levels: Sequence[Series] = ()) -> Figure:
