@@ -18,6 +18,15 @@ def test_times_that_sweep_measured_are_compared(tmp_path):
     assert {variant.label: task.costs.values[variant] for variant in task.variants} == {"SGD": 1.0, "SAM": 1.75}
 
 
+def tasks_of(*paths):
+    return ReportData(paths).tasks
+
+
+def variants_of(*paths):
+    (task,) = tasks_of(*paths)
+    return task.variants
+
+
 def verdict(tmp_path, accuracies, seeds=None):
     """Of optimizers with these accuracies, one per seed; ``seeds`` has an optimizer's first seed."""
     paths = [
@@ -61,12 +70,6 @@ def test_fewer_than_three_seeds_give_no_verdict(tmp_path):
     assert found.sentence.startswith("No ranking: it takes two variants with at least three finished seeds")
 
 
-@pytest.mark.parametrize("data", [{"val_size": 5}, {"train_size": 9}, {"image_size": 32}])
-def test_runs_on_different_data_are_different_tasks(tmp_path, data):
-    runs = [write_run(tmp_path / "a", optimizer="sgd"), write_run(tmp_path / "b", optimizer="sam", **data)]
-    assert len(ReportData(runs).tasks) == 2
-
-
 def test_variants_have_order_and_title_of_sweep(tmp_path):
     runs = [write_run(tmp_path / name, optimizer=name) for name in ("sam", "adam", "sgd")]
     data = ReportData(runs)
@@ -89,15 +92,6 @@ def test_file_in_another_format_is_noted(tmp_path):
         data = ReportData([run])
         assert (data.calibrations, data.sweeps) == ([], [])
         assert ["calibration.json" in data.problems[0][1], "sweep.json" in data.problems[1][1]] == [True, True]
-
-
-def tasks_of(*paths):
-    return ReportData(paths).tasks
-
-
-def variants_of(*paths):
-    (task,) = tasks_of(*paths)
-    return task.variants
 
 
 def test_identical_runs_count_once_preferring_finished_one(tmp_path):
@@ -133,9 +127,18 @@ def rename(path, name):
     (path / "result.json").write_text(json.dumps({**content, "name": name}))
 
 
-def test_tasks_are_separate_and_named_without_defaults(tmp_path):
-    tasks = tasks_of(*(write_run(tmp_path / str(noise), optimizer="sam", label_noise=noise) for noise in (0.0, 0.4)))
-    assert [task.label for task in tasks] == ["digits, small-cnn", "digits, small-cnn, label noise 0.4"]
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"val_size": 5}, "val size 5"),
+        ({"train_size": 9}, "train size 9"),
+        ({"image_size": 32}, "image size 32"),
+        ({"label_noise": 0.4}, "label noise 0.4"),
+    ],
+)
+def test_runs_on_different_data_are_different_tasks_named_without_defaults(tmp_path, data, words):
+    tasks = tasks_of(write_run(tmp_path / "a", optimizer="sam"), write_run(tmp_path / "b", optimizer="sam", **data))
+    assert [task.label for task in tasks] == ["digits, small-cnn", f"digits, small-cnn, {words}"]
     assert [variant.label for task in tasks for variant in task.variants] == ["SAM", "SAM"]
 
 
