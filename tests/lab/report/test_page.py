@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from benchmarks.report import write_run, write_runs
+from PIL import Image
 
 from sparsesam.lab.report import write_report
 from sparsesam.lab.report.write import build_report
@@ -102,11 +103,16 @@ def opened(browser):
         yield opened
 
 
+def drawn_one(figure):
+    """Scroll to a figure, as a reader does, and wait until it is there."""
+    figure.scroll_into_view_if_needed()
+    figure.locator(".main-svg").first.wait_for(state="attached")
+    return figure
+
+
 def draw_all(page):
-    """Scroll past every figure, as a reader does, and wait until it is there."""
     for figure in page.locator("figure").all():
-        figure.scroll_into_view_if_needed()
-        figure.locator(".main-svg").first.wait_for(state="attached")
+        drawn_one(figure)
     return page
 
 
@@ -133,14 +139,8 @@ def test_every_figure_is_drawn(drawn, runs):
         marks = drawn.locator(f"#figure-{figure.name}").locator(MARKS[figure.kind])
         assert marks.count() > 0, figure.name
     # A canvas could be empty: the surface has many colors.
-    shot = drawn.locator("#figure-landscape-2d-surface .plot").screenshot()
-    assert len(_colors(shot)) > 200
-
-
-def _colors(png):
-    from PIL import Image
-
-    return Image.open(io.BytesIO(png)).convert("RGB").resize((200, 200)).getcolors(40_000)
+    shot = Image.open(io.BytesIO(drawn.locator("#figure-landscape-2d-surface .plot").screenshot()))
+    assert len(shot.convert("RGB").resize((200, 200)).getcolors(40_000)) > 200
 
 
 def test_names_of_runs_are_escaped(drawn):
@@ -244,9 +244,8 @@ def test_first_screen_has_accuracy_and_chart_whose_points_do_not_hide_each_other
     write_report([tmp_path], tmp_path / "report.html")
     for options in (PHONE, DESKTOP):
         page = opened(tmp_path / "report.html", **options)
-        page.locator("figure .main-svg").first.wait_for(state="attached")
         assert "95.0 ± 0.0 %" in page.locator(".lead").inner_text()
-        plot = page.locator("figure .plot").first.bounding_box()
+        plot = drawn_one(page.locator("figure").first).locator(".plot").bounding_box()
         assert plot["y"] + plot["height"] < page.viewport_size["height"]
         found = boxes(page, ".scatterlayer path.point")["accuracy-against-cost"]
         *points, _ = sorted(found, key=lambda box: box[2] - box[0])  # without the ring, the largest
@@ -259,9 +258,7 @@ def test_bands_appear_when_three_curves_are_left(opened, tmp_path):
         for optimizer in ("sgd", "sam", "asam", "gsam"):
             write_run(tmp_path / f"{optimizer}{seed}", optimizer=optimizer, seed=seed, accuracy=0.8 + seed / 50)
     write_report([tmp_path], tmp_path / "report.html")
-    figure = opened(tmp_path / "report.html").locator("#figure-test-accuracy")
-    figure.scroll_into_view_if_needed()
-    figure.locator(".main-svg").first.wait_for(state="attached")
+    figure = drawn_one(opened(tmp_path / "report.html").locator("#figure-test-accuracy"))
     bands = figure.locator(".scatterlayer .js-fill")
     assert bands.count() == 0
     assert "when at most 3 curves are shown" in figure.locator("figcaption").inner_text()
@@ -333,5 +330,4 @@ def test_page_of_hundred_runs_is_below_10_mb_and_opens(opened, tmp_path):
     path = tmp_path / "report.html"
     write_report([tmp_path / "runs"], path)
     assert path.stat().st_size < 10e6
-    page = opened(path)
-    page.locator("figure[id$=accuracy-against-cost] .main-svg").first.wait_for(state="attached")
+    drawn_one(opened(path).locator("figure[id$=accuracy-against-cost]").first)

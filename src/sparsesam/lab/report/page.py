@@ -53,6 +53,12 @@ def render(sections: Sequence[Section], **texts: Any) -> str:
     environment.trim_blocks = environment.lstrip_blocks = True
     # Long paths break after a slash, but not within a word, such as a hash.
     environment.filters["breakable"] = lambda text: Markup(str(escape(text)).replace("/", "/<wbr>"))
+    drawn = [
+        {**vars(figure), "panels": list(figure.panels.items())} for section in sections for figure in section.figures
+    ]
+    exact = json.dumps(drawn, default=vars, allow_nan=False)
+    rounded = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.6g}"))  # enough digits for a chart
+    data = json.dumps(rounded, separators=(",", ":")).replace("<", "\\u003c")  # which could end the script element
     with required_by("the report", "'sparsesam[report]'"):
         plotly = resources.files("plotly") / "package_data" / "plotly.min.js"
     return environment.get_template("page.html").render(
@@ -62,13 +68,5 @@ def render(sections: Sequence[Section], **texts: Any) -> str:
         most_bands=MOST_BANDS,
         colors=COLORS,
         plotly=Markup(plotly.read_text(encoding="utf-8")),
-        data=Markup(_json([figure for section in sections for figure in section.figures])),
+        data=Markup(data),
     )
-
-
-def _json(figures: Sequence[Figure]) -> str:
-    """Returns the figures as JSON for a script element, with `<` escaped, which could end the element."""
-    drawn = [{**vars(figure), "panels": list(figure.panels.items())} for figure in figures]
-    exact = json.dumps(drawn, default=vars, allow_nan=False)
-    rounded = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.6g}"))  # enough digits for a chart
-    return json.dumps(rounded, separators=(",", ":")).replace("<", "\\u003c")
