@@ -244,8 +244,9 @@ def test_first_screen_has_accuracy_and_chart_whose_points_do_not_hide_each_other
     write_report([tmp_path], tmp_path / "report.html")
     for options in (PHONE, DESKTOP):
         page = opened(tmp_path / "report.html", **options)
+        page.locator("figure .main-svg").first.wait_for(state="attached")
         assert "95.0 ± 0.0 %" in page.locator(".lead").inner_text()
-        plot = drawn_one(page.locator("figure").first).locator(".plot").bounding_box()
+        plot = page.locator("figure .plot").first.bounding_box()
         assert plot["y"] + plot["height"] < page.viewport_size["height"]
         found = boxes(page, ".scatterlayer path.point")["accuracy-against-cost"]
         *points, _ = sorted(found, key=lambda box: box[2] - box[0])  # without the ring, the largest

@@ -58,7 +58,7 @@ class ReportData:
 
     def count(self) -> str:
         statuses = [run.status for run in self.runs]
-        known = [status for status in ("finished", "failed", "unfinished") if status in statuses]
+        known = [status for status in ("finished", "failed", "unfinished", "unreadable") if status in statuses]
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in known)
         return f"{plural(len(statuses), 'run')}: {counts}" if statuses else "no runs, analyses only"
 
