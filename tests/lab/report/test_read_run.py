@@ -40,7 +40,7 @@ def test_run_with_damaged_file_is_unreadable(tmp_path, file, text):
     path = write_run(tmp_path / "a")
     (path / file).write_text(text)
     run = RunRecord(path)
-    assert (run.status, run.result, len(run.problems)) == ("unreadable", {}, 1)
+    assert (run.status, run.result, run.epochs, len(run.problems)) == ("unreadable", {}, {}, 1)
     assert f"{file} is damaged" in run.problems[0]
 
 

@@ -84,20 +84,18 @@ class RunRecord:
         records = read_records(files.records) if files.records.exists() else []
         result, failure = read_json(files.result) or {}, read_json(files.failure) or {}
         begun: dict[str, Any] = next((record for record in reversed(records) if "config" in record), {})
+        if self.config is None and (records or result):
+            raise RunError(f"{files.config} is missing; restore it")
+        for file, content in ((files.records, begun), (files.result, result)):
+            if self.config and content.get("hash", self.config.content_hash) != self.config.content_hash:
+                raise RunError(f"{file} or {files.config} is of another run; restore the right one")
+        if "records" in result and result["records"] != sum_of(files.records.read_text()):
+            raise RunError(f"{files.records} is not what result.json was made from: lines were lost or changed")
         self.name = str(result.get("name") or begun.get("name") or "")
         self.provenance = dict((result or begun or failure).get("provenance") or {})
         epochs = {number(record.get("epoch")): record for record in records if record.get("kind") == "epoch"}
         self.epochs = {epoch: epochs[epoch] for epoch in sorted(epoch for epoch in epochs if epoch is not None)}
         self._read_analyses(files.analyses)
-        if self.config is None:
-            if records or result:
-                raise RunError(f"{files.config} is missing; restore it")
-        else:
-            for file, content in ((files.records, begun), (files.result, result)):
-                if content.get("hash", self.config.content_hash) != self.config.content_hash:
-                    raise RunError(f"{file} or {files.config} is of another run; restore the right one")
-        if "records" in result and result["records"] != sum_of(files.records.read_text()):
-            raise RunError(f"{files.records} is not what result.json was made from: lines were lost or changed")
         if result:
             self.result, self.status, self.reason = dict(result["result"]), "finished", ""
         elif failure:
