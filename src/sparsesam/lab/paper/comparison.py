@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from rich.console import Group
 from sparsesam.lab.display import Table, cells, plural, to_rich
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.run_directory import read_json
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.experiment.variants import Variant, grouped
 from sparsesam.lab.paper.recipe import Column, Recipe
@@ -122,7 +121,7 @@ def _ranking(found: Mapping[str, Mapping[int, float]], *, is_timed: bool) -> str
 
 
 def _machine(job: Job) -> str:
-    made = json.loads(RunDirectory(job.directory).result.read_text()).get("provenance", {})
+    made = read_json(job.files.result).get("provenance", {})
     threads = made.get("threads")
     parts = [made.get("gpu"), made.get("cpu"), plural(threads, "thread") if threads else None]
     parts.append(f"torch {made['torch']}" if "torch" in made else None)
