@@ -48,21 +48,15 @@ def idx(array: np.ndarray) -> bytes:
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
-def fashion_files(train: int = 20, test: int = 10) -> dict[str, bytes]:
-    """The four idx files by name."""
-    draw = np.random.default_rng(0)
-    content = {}
-    for prefix, count in (("train", train), ("t10k", test)):
+def fashion_files(*, compressed: bool) -> dict[str, bytes]:
+    """The four idx files by name, of 20 training and 10 test images."""
+    draw, content = np.random.default_rng(0), {}
+    for prefix, count in (("train", 20), ("t10k", 10)):
         content[f"{prefix}-images-idx3-ubyte"] = idx(draw.integers(0, 256, (count, 28, 28), dtype=np.uint8))
         content[f"{prefix}-labels-idx1-ubyte"] = idx(labels(count))
+    if compressed:
+        return {f"{name}.gz": gzip.compress(file, mtime=0) for name, file in content.items()}
     return content
-
-
-def write_fashion(folder: Path, *, compressed: bool = False) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in fashion_files().items():
-        path = folder / (f"{name}.gz" if compressed else name)
-        path.write_bytes(gzip.compress(content, mtime=0) if compressed else content)
 
 
 def tar(folder: Path, archive: Path) -> Path:

@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from sparsesam.lab.data import Augment, load_dataset, standard_augmentation
-from sparsesam.lab.data.augment import denormalize, mixup, normalize
+from sparsesam.lab.data.augment import denormalize, mixup
 from tests.lab.data.files import generator
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+PLAIN = Augment(MEAN, STD).plain
 
 
 def batch():
@@ -30,8 +31,8 @@ def one_cut_out(image, top, left, chosen, size):
 def test_normalization_equals_its_equation_and_is_inverted():
     images = batch()
     mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (MEAN, STD))
-    torch.testing.assert_close(normalize(images, MEAN, STD), ((images / 255.0 - mean) / std).float())
-    assert torch.equal(denormalize(normalize(images, MEAN, STD), MEAN, STD), images)
+    torch.testing.assert_close(PLAIN(images), ((images / 255.0 - mean) / std).float())
+    assert torch.equal(denormalize(PLAIN(images), MEAN, STD), images)
 
 
 @pytest.mark.parametrize("padding", [0, 1, 4])
@@ -44,7 +45,7 @@ def test_augmentation_equals_loop_over_images_with_same_draws(padding, flip, cut
         starts[:, :2] = torch.stack([torch.randint(0, 2 * padding + 1, (16,), generator=draw) for _ in range(2)], 1)
         flips = torch.rand(16, generator=draw) < 0.5 if flip else flips
     seen = [one_crop_and_flip(*case, padding) for case in zip(images, *starts[:, :2].T, flips, strict=True)]
-    seen = normalize(torch.stack(seen), MEAN, STD)
+    seen = PLAIN(torch.stack(seen))
     if cutout:
         starts[:, 2:] = torch.stack([torch.randint(-half, side - half, (16,), generator=draw) for side in (12, 10)], 1)
         chosen = torch.rand(16, generator=draw) < 0.5

@@ -60,10 +60,10 @@ def test_chosen_point_has_ring_and_name_in_legend():
 
 
 @pytest.mark.parametrize(("count", "bands"), [(3, 3), (4, 0)])
-def test_bands_are_drawn_for_three_series_at_most(count, bands):
+def test_bands_are_drawn_for_three_series_at_most_in_every_panel(count, bands):
     series = [Series(str(i), "blue", [1, 2], [i, i], bars=[(i - 1, i + 1)] * 2) for i in range(count)]
-    (axes,) = write_plot([figure({"": series})]).subfigs[0].axes
-    assert len(axes.collections) == bands
+    axes, other = write_plot([figure({"": series, "other": series[:1]})]).subfigs[0].axes
+    assert (len(axes.collections), len(other.collections)) == (bands, min(bands, 1))
 
 
 def test_plot_has_row_per_figure_without_single_points(tmp_path):

@@ -60,10 +60,3 @@ def test_points_that_hide_each_other_are_drawn_side_by_side():
     same_bars = side_by_side([point(1, 80, 3), point(1, 84, 3), point(2, 80)])
     assert [series.shift for series in same_bars] == pytest.approx([-0.0125, 0.0125, 0])
     assert side_by_side([]) == []
-
-
-def test_bands_of_more_than_three_series_are_many():
-    series = [Series(str(i), "blue", [0, 1], [1.0, 1.0], bars=[(0.0, 2.0)] * 2) for i in range(4)]
-    assert not figure({"": series[:3], "other": series[1:]}).has_many_bands
-    assert figure({"": series[:3], "other": series}).has_many_bands
-    assert not figure({"": series}, "points").has_many_bands

@@ -10,7 +10,7 @@ from sparsesam.lab.data.published import CIFAR10, CIFAR100
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.paper.dry_run import SHAPES, cost_table, dry_run, measure_model, run_cost, take_steps
-from sparsesam.lab.paper.recipe import Recipe, recipe, recipes
+from sparsesam.lab.paper.recipe import recipe, recipes
 
 RUNS = {
     f"{known.label}: {label}": config
@@ -49,14 +49,9 @@ def test_every_other_kind_of_run_takes_steps(label):
 
 
 def test_bad_setting_names_its_row():
-    content = {
-        "place": "Table 0",
-        "title": "",
-        "full": {"settings": {"dataset": "cifar10", "model": "resnet81"}, "columns": {"CIFAR-10": {}}},
-        "rows": {"SGD": {"set": {"optimizer": "sgd"}, "paper": []}},
-    }
-    with pytest.raises(RunError, match=r"SGD, CIFAR-10 cannot run: ValueError: model must be one of resnet18"):
-        list(dry_run(Recipe("misspelled", **content, scale="full")))
+    misspelled = recipe("resnet_cifar").at("full", {"model": "resnet81"})
+    with pytest.raises(RunError, match=r"SGD, .* cannot run: ValueError: model must be one of resnet18"):
+        list(dry_run(misspelled))
 
 
 def test_every_run_has_line_and_cost_is_of_all_seeds():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sparsesam.lab.cli import main
+from sparsesam.lab.experiment.run_directory import read_json, seal
 from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.figures import FIGURES
 from sparsesam.lab.paper.recipe import Recipe, recipes
@@ -73,10 +74,10 @@ def test_hessian_has_panel_for_each_row_and_is_kept_until_run_changes(tmp_path, 
     (figure,), _ = FIGURES["hessian"](RecipeRuns(chosen, chosen.sweep([0]).jobs(tmp_path)))
     assert [file.stat().st_mtime_ns for file in files] == before
     assert list(figure.panels) == ["SGD", "SAM", "SSAM-F", "SSAM-D"]
-    content = json.loads(files[0].read_text())
-    files[0].write_text(json.dumps({**content, "made": {**content["made"], "step": 1}}))
-    main(command)
-    assert json.loads(files[0].read_text())["made"]["step"] == content["made"]["step"]
+    content = read_json(files[0])
+    files[0].write_text(json.dumps(seal({**content, "made": {**content["made"], "step": 0}})))
+    assert main(command) == 0
+    assert read_json(files[0])["made"]["step"] == content["made"]["step"] > 0
 
 
 def test_unsupported_plots_are_rejected_before_training(tmp_path, capsys):

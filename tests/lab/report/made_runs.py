@@ -2,13 +2,14 @@
 
 import functools
 import json
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
 from benchmarks.report import PROVENANCE
 
 from sparsesam import analysis
-from sparsesam.lab.experiment.calibration import key
+from sparsesam.lab.experiment.calibration import SweepCalibration, VariantTime, key
 from sparsesam.lab.inspection.bound import BoundResult
 from sparsesam.lab.inspection.convergence import ConvergenceAnalysis
 from sparsesam.lab.inspection.hessian import HessianResult
@@ -18,25 +19,14 @@ from sparsesam.lab.report.read_run import RunRecord
 
 def write_calibration(folder, runs, seconds):
     """The file that a sweep writes beside its runs."""
-    variants = {
-        key(RunRecord(run).config): {
-            "label": "",
-            "seconds_per_step": [per_epoch / 10],
-            "seconds_per_mask": None,
-            "seconds_per_epoch": per_epoch,
-            "epochs": 3,
-        }
-        for run, per_epoch in zip(runs, seconds, strict=True)
-    }
-    content = {"kind": "calibration", "variants": variants, "provenance": PROVENANCE}
-    (folder / "calibration.json").write_text(json.dumps(content))
+    measured = zip((key(RunRecord(run).config) for run in runs), seconds, strict=True)
+    times = {name: VariantTime("", [per_epoch / 10], None, per_epoch, 3) for name, per_epoch in measured}
+    (folder / "calibration.json").write_text(json.dumps(asdict(SweepCalibration(times, PROVENANCE))))
 
 
 def write_analysis(run, name, result):
-    folder = run / "analyses"
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"analysis": name, "result": result}
-    folder.joinpath(f"{name}.json").write_text(json.dumps(content))
+    (run / "analyses").mkdir(parents=True, exist_ok=True)
+    (run / "analyses" / f"{name}.json").write_text(json.dumps({"analysis": name, "result": result}))
 
 
 def write_every_analysis(run):

@@ -27,42 +27,32 @@ def test_unfinished_run_reports_progress_and_resume_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "expected"),
+    ("file", "text"),
     [
-        *(("records.jsonl", text, {"status": "finished", "epochs": {}}) for text in ("[1]", "nonsense", "null")),
-        *(("result.json", text, {"status": "unfinished"}) for text in ("", "{", "[]", "null", "\x00")),
-        ("config.yaml", "optimizer: [", {"config": None}),
-        ("config.yaml", "optimizer: sam", {"config": None}),  # without its sum
+        *(("records.jsonl", text) for text in ("[1]", "nonsense", "null")),
+        *(("result.json", text) for text in ("", "{", "[]", "null", "\x00")),
+        ("config.yaml", "optimizer: ["),
+        ("config.yaml", "optimizer: sam"),  # without its sum
+        ("config.yaml", json.dumps(seal({"temperature": 3}))),  # of another version
     ],
 )
-def test_damaged_file_is_noted_and_left_out(tmp_path, file, text, expected):
+def test_run_with_damaged_file_is_unreadable(tmp_path, file, text):
     path = write_run(tmp_path / "a")
     (path / file).write_text(text)
     run = RunRecord(path)
-    assert {name: getattr(run, name) for name in expected} == expected
-    assert f"{file} cannot be read" in run.problems[0]
+    assert (run.status, run.result, run.epochs, len(run.problems)) == ("unreadable", {}, {}, 1)
+    assert f"{file} is damaged" in run.problems[0]
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "records.jsonl", "result.json"])
-def test_file_of_another_run_is_noted(tmp_path, file):
+def test_run_with_file_of_another_or_without_settings_is_unreadable(tmp_path, file):
     path, other = write_run(tmp_path / "a"), write_run(tmp_path / "b", optimizer="sam")
     (path / file).write_text((other / file).read_text())
-    assert any("of another run" in problem for problem in RunRecord(path).problems)
-
-
-def test_settings_of_another_version_are_reported(tmp_path):
-    path = write_run(tmp_path / "a")
-    (path / "config.yaml").write_text(json.dumps(seal({"temperature": 3})))
-    run = RunRecord(path)
-    assert (run.status, run.config) == ("finished", None)
-    assert "not valid in this version of sparsesam: unknown option 'temperature'" in run.problems[0]
-
-
-def test_pipe_in_place_of_records_does_not_block(tmp_path):
-    path = write_run(tmp_path / "a", finished=False)
-    (path / "records.jsonl").unlink()
-    os.mkfifo(path / "records.jsonl")
-    assert RunRecord(path).epochs == {}
+    (problem,) = RunRecord(path).problems
+    assert "of another run" in problem
+    (path / "config.yaml").unlink()
+    (problem,) = RunRecord(path).problems
+    assert "config.yaml is missing" in problem
 
 
 def test_analyses_are_read_and_unreadable_ones_noted(tmp_path):
@@ -72,7 +62,8 @@ def test_analyses_are_read_and_unreadable_ones_noted(tmp_path):
     (path / "analyses" / "bound.json").write_text('{"result": 1}')
     run = RunRecord(path)
     assert list(run.analyses) == ["hessian"]
-    assert [problem.partition(" ")[0] for problem in run.problems] == ["analyses/bound.json", "masks.json"]
+    assert ["bound.json has no result" in run.problems[0], "masks.json is damaged" in run.problems[1]] == [True, True]
+    assert run.status == "finished"
 
 
 def test_runs_are_found_below_directory_or_given_directly(tmp_path):

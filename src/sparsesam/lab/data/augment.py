@@ -51,8 +51,11 @@ class Augment:
         return seen
 
     def plain(self, images: Tensor) -> Tensor:
-        """Normalize a test batch without augmentation."""
-        return normalize(images, self.mean, self.std)
+        """(x / 255 - mean) / std for each channel of a batch, without augmentation."""
+        normalized = images.float()
+        for channel, mean, std in zip(normalized.unbind(1), self.mean, self.std, strict=True):
+            channel.mul_(1 / (255.0 * std)).sub_(mean / std)
+        return normalized
 
 
 def standard_augmentation(splits: Splits | FolderSplits, *, cutout: bool = True) -> Augment:
@@ -85,16 +88,8 @@ def crop_and_flip(images: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor | N
     return padded.flatten(2).gather(2, chosen).view(images.shape)
 
 
-def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """(x / 255 - mean) / std per channel of uint8 images."""
-    normalized = images.float()
-    for channel, m, s in zip(normalized.unbind(1), mean, std, strict=True):
-        channel.mul_(1 / (255.0 * s)).sub_(m / s)
-    return normalized
-
-
 def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Undo `normalize` and return uint8 images for display."""
+    """Undo the normalization and return uint8 images for display."""
     scale, shift = (torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (std, mean))
     return ((images.float() * scale + shift) * 255).round().clamp(0, 255).to(torch.uint8)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,6 @@ class Remote:
         return self.url.rpartition("/")[2]
 
 
-class DownloadError(DataError):
-    """A file could not be downloaded; the message has the URL and the reason."""
-
-
 def cache_dir() -> Path:
     """Returns $SPARSESAM_CACHE or the platform's cache directory for sparsesam; it need not exist yet."""
     if chosen := os.environ.get("SPARSESAM_CACHE"):
@@ -43,40 +40,40 @@ def cache_dir() -> Path:
     return user_cache_path("sparsesam", appauthor=False)
 
 
-def fetch(remote: Remote, folder: Path, *, download: bool = True, progress: bool = False) -> Path:
-    """Returns the path of ``remote`` in ``folder``; downloads it unless it exists with the right checksum.
+def fetch(remotes: Sequence[Remote], folder: Path, *, download: bool = True, progress: bool = False) -> list[Path]:
+    """Returns the paths of files in ``folder``; downloads those that are missing or have another checksum.
 
-    The file gets its name only when it is complete and its checksum is right; an interrupted download continues where
-    it stopped. Without ``download`` a file with another checksum raises DataError.
+    A file gets its name only when it is complete and its checksum is right; an interrupted download continues where
+    it stopped. A file that cannot be downloaded, or without ``download`` is not as published, raises DataError.
     """
     with required_by("a download", "'sparsesam[data]'"):
         import pooch
         import requests
-    path = folder / remote.name
-    if not download:
-        if not path.exists():
-            raise DownloadError("downloading was not allowed")
-        if (found := pooch.file_hash(str(path), alg="md5")) != remote.md5:
-            raise DataError(
-                f"{path}: expected {remote.name} with MD5 {remote.md5}, found {found} ({path.stat().st_size:,} bytes); "
-                f"the file is damaged or a different one: download it again from {remote.url}"
-            )
-        return path
     pooch.get_logger().setLevel(logging.WARNING)
-    known, urls = {remote.name: f"md5:{remote.md5}"}, {remote.name: remote.url}
-    store = pooch.create(path=folder, base_url="", registry=known, urls=urls, retry_if_failed=RETRIES)
-    resume = partial(_resume, part=path.with_name(f"{path.name}.part"), progress=progress)
+    known = {remote.name: f"md5:{remote.md5}" for remote in remotes}
+    urls = {remote.name: remote.url for remote in remotes}
+    store = pooch.create(folder, "", registry=known, urls=urls, retry_if_failed=RETRIES if download else 0)
+    downloader = partial(_resume, progress=progress) if download else _refuse
     try:
-        return Path(store.fetch(remote.name, downloader=resume))
-    except (requests.RequestException, ValueError) as error:  # a ValueError is a wrong checksum
-        raise DownloadError(f"cannot download {remote.url}: {error}") from error
+        return [Path(store.fetch(remote.name, downloader=downloader)) for remote in remotes]
+    except (requests.RequestException, ValueError) as error:  # a ValueError is a wrong checksum, or a refusal
+        wanted = "\n".join(f"  {remote.name}  MD5 {remote.md5}  from {remote.url}" for remote in remotes)
+        raise DataError(
+            f"cannot get the published files: {error}.\n"
+            f"Put into {folder}, or into a directory you name as data_dir:\n{wanted}"
+        ) from error
 
 
-def _resume(url: str, output_file: str, pooch: object, *, part: Path, progress: bool) -> None:
-    """A resuming downloader for pooch, which has none; received bytes are kept in ``part``."""
+def _refuse(url: str, output_file: str, pooch: object) -> None:
+    raise ValueError(f"{url.rpartition('/')[2]} is missing or has another checksum, and is not to be downloaded")
+
+
+def _resume(url: str, output_file: str, pooch: object, *, progress: bool) -> None:
+    """A resuming downloader for pooch, which has none; received bytes are kept in a file NAME.part."""
     import requests
     from tqdm import tqdm
 
+    part = Path(output_file).with_name(f"{url.rpartition('/')[2]}.part")
     received = part.stat().st_size if part.exists() else 0
     # Compressed transfers have no byte positions to resume from.
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={received}-"} if received else {})}
@@ -87,11 +84,10 @@ def _resume(url: str, output_file: str, pooch: object, *, part: Path, progress: 
         if response.status_code != requests.codes.partial_content:
             received = 0
         total = received + int(response.headers.get("Content-Length", 0)) or None
-        bar = tqdm(total=total, initial=received, unit="B", unit_scale=True, disable=not progress)
-        with part.open("ab" if received else "wb") as file, bar:
+        shown = {"initial": received, "disable": not progress}
+        with part.open("ab" if received else "wb") as file, tqdm.wrapattr(file, "write", total, **shown) as counted:
             for chunk in response.iter_content(2**16):
-                file.write(chunk)
-                bar.update(len(chunk))
+                counted.write(chunk)
     part.replace(output_file)
 
 

@@ -76,59 +76,49 @@ def load_image_folder(name: str, data_dir: Path | None, image_size: int | None =
         )
     with required_by(f"the data set {name}", "'sparsesam[data]'"):
         import PIL  # noqa: F401
-    classes = _class_names(data_dir / "train")
     test = next((data_dir / part for part in ("val", "test") if (data_dir / part).is_dir()), data_dir / "val")
-    trained, annotations = _by_class(data_dir / "train", classes), test / "val_annotations.txt"
-    tested = _annotated(annotations, classes) if annotations.is_file() else _by_class(test, classes)
+    trained, annotations = _by_class(data_dir / "train"), test / "val_annotations.txt"
+    tested = _annotated(annotations) if annotations.is_file() else _by_class(test)
+    labels = {name: label for label, name in enumerate(dict.fromkeys(name for _, name in trained))}
+    if odd := sorted(labels.keys() ^ {name for _, name in tested}):
+        raise DataError(
+            f"{test}: expected the {len(labels)} classes of the training images; missing or unknown: "
+            f"{', '.join(odd[:5])}"
+        )
     size = image_size or default_size
+
+    def images(pairs: list[tuple[str, str]], view: Callable[..., Image]) -> ImageFolder:
+        return ImageFolder([path for path, _ in pairs], [labels[name] for _, name in pairs], partial(view, size=size))
+
     return FolderSplits(
-        train=ImageFolder(*trained, partial(random_resized_crop, size=size)),
-        test=ImageFolder(*tested, partial(center_crop, size=size)),
+        train=images(trained, random_resized_crop),
+        test=images(tested, center_crop),
         image_size=size,
         name=name,
-        classes=classes,
+        classes=tuple(labels),
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
     )
 
 
-def _class_names(root: Path) -> tuple[str, ...]:
-    """Returns the sorted names of the subfolders; the label of a class is its index."""
-    names = tuple(sorted(entry.name for entry in os.scandir(root) if entry.is_dir())) if root.is_dir() else ()
-    if not names:
-        raise DataError(f"{root}: expected a folder with one subfolder of images per class, found none")
-    return names
-
-
-def _by_class(root: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
-    """Returns the files in ROOT/CLASS, or ROOT/CLASS/images, and their labels."""
-    if odd := sorted(set(_class_names(root)) ^ set(classes)):
-        raise DataError(
-            f"{root}: expected the {len(classes)} class folders of the training images; missing or unknown: "
-            f"{', '.join(odd[:5])}"
-        )
-    paths: list[str] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
+def _by_class(root: Path) -> list[tuple[str, str]]:
+    """Returns the files in ROOT/CLASS, or ROOT/CLASS/images, with their classes, both sorted."""
+    found: list[tuple[str, str]] = []
+    for name in sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if root.is_dir() else ():
         folder = root / name / "images" if (root / name / "images").is_dir() else root / name
-        images = sorted(entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(SUFFIXES))
-        if not images:
+        paths = sorted(entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(SUFFIXES))
+        if not paths:
             raise DataError(f"{folder}: expected images ({', '.join(SUFFIXES)}), found none")
-        paths += images
-        labels += [label] * len(images)
-    return paths, labels
+        found += [(path, name) for path in paths]
+    if not found:
+        raise DataError(f"{root}: expected a folder with one subfolder of images per class, found none")
+    return found
 
 
-def _annotated(annotations: Path, classes: tuple[str, ...]) -> tuple[list[str], list[int]]:
-    """Read files and labels from lines of file name, class and box, separated by tabs."""
-    paths, labels = [], []
-    for number, line in enumerate(annotations.read_text().splitlines(), start=1):
-        name, kind, *_ = [*line.split("\t"), ""]
-        if kind not in classes:
-            raise DataError(f"{annotations}: line {number}: expected a file and one of the classes, found {line!r}")
-        paths.append(str(annotations.parent / "images" / name))
-        labels.append(classes.index(kind))
-    return paths, labels
+def _annotated(annotations: Path) -> list[tuple[str, str]]:
+    """Read files and their classes from lines of file name, class and box, separated by tabs."""
+    lines = [[*line.split("\t"), ""] for line in annotations.read_text().splitlines()]
+    return [(str(annotations.parent / "images" / name), kind) for name, kind, *_ in lines]
 
 
 def _decode(path: str) -> Image:

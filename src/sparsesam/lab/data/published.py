@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from sparsesam.lab.data.download import DownloadError, Remote, cache_dir, fetch, unpack
+from sparsesam.lab.data.download import Remote, cache_dir, fetch, unpack
 from sparsesam.lab.data.splits import DataError, DatasetInfo, Labelled, Splits
 
 
@@ -70,13 +70,7 @@ def _cached(source: Published, data_dir: Path | None, download: bool, progress: 
         if not source.missing(folder):  # another process was faster
             return folder
         given = data_dir if data_dir and (data_dir / source.remotes[0].name).is_file() else None
-        allowed = download and not given
-        try:
-            files = [fetch(remote, given or cache, download=allowed, progress=progress) for remote in source.remotes]
-        except DownloadError as error:
-            wanted = "\n".join(f"  {remote.name}  MD5 {remote.md5}  from {remote.url}" for remote in source.remotes)
-            into = data_dir or f"{cache}, or into a directory you name as data_dir"
-            raise DataError(f"{source.name} was not found, and {error}.\nPut into {into}:\n{wanted}") from error
+        files = fetch(source.remotes, given or cache, download=download and not given, progress=progress)
         for archive in (file for file in files if ".tar" in file.suffixes):
             unpack(archive, folder)
             if not given:

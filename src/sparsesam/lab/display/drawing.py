@@ -22,7 +22,6 @@ Canvas = Any
 
 _MARKERS = "oDs^vPX*ph"
 _DASHES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
-_TICKS = [digit * 10.0**power for power in range(-12, 13) for digit in (1, 1.5, 2, 3, 5, 7)]
 _WIDTH, _HEIGHT = 5.2, 3.6  # of one panel without its legend, in inches
 _STYLE = {
     "svg.hashsalt": "sparsesam",  # makes files reproducible
@@ -119,12 +118,6 @@ def _draw_panel(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
     for name, axis in (("x", figure.x), ("y", figure.y)):
         if axis.log:
             axes.set(**{f"{name}scale": "log"})
-            low, high = getattr(axes, f"get_{name}lim")()
-            if 0 < high < 30 * low:  # one or two powers of ten are too few labels
-                values = [value for value in _TICKS if low <= value <= high]
-                if len(values) > 1:  # otherwise matplotlib's are better
-                    getattr(axes, f"set_{name}ticks")(values, [f"{value:g}" for value in values], minor=False)
-                    getattr(axes, f"set_{name}ticks")([], minor=True)
         if axis.whole:
             axes.locator_params(axis=name, integer=True)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from sparsesam.lab.display.numbers import Number, numbers
+from sparsesam.lab.display.numbers import Number, number
 
 FigureKind = Literal["lines", "points", "bars", "heatmap", "surface", "contour"]
 
@@ -106,9 +106,9 @@ class SeriesStyle(NamedTuple):
         self, name: str, x: Iterable[Any], y: Iterable[Any], z: Iterable[Iterable[Any]] | None = None, **options: Any
     ) -> Series:
         """Build a series; non-finite values of ``y``, or of ``z`` if given, become None."""
-        rows = None if z is None else [numbers(_as_list(row)) for row in z]
-        y = numbers(_as_list(y)) if rows is None else _as_list(y)
-        return Series(name, self.color, _as_list(x), y, self.marker, self.variant, z=rows, **options)
+        rows = None if z is None else [list(map(number, _as_list(row))) for row in z]
+        heights = _as_list(y) if z is not None else list(map(number, _as_list(y)))
+        return Series(name, self.color, _as_list(x), heights, self.marker, self.variant, z=rows, **options)
 
 
 def assign_styles(methods: Sequence[str]) -> list[SeriesStyle]:

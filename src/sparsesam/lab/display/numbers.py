@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 Number = float | None
@@ -18,10 +17,6 @@ def number(value: Any) -> Number:
         return float(value) if math.isfinite(value) else None
     except OverflowError:  # an integer too large for a float
         return None
-
-
-def numbers(values: Iterable[Any]) -> list[Number]:
-    return [number(value) for value in values]
 
 
 def significant(value: Number) -> str:

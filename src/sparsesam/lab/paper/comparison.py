@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +12,7 @@ from rich.console import Group
 from sparsesam.lab.display import Table, cells, plural, to_rich
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.config import TrainConfig
-from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.run_directory import read_json
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.experiment.variants import Variant, grouped
 from sparsesam.lab.paper.recipe import Column, Recipe
@@ -53,23 +51,22 @@ class RecipeRuns:
         """Returns the comparison for the terminal, in tables of four columns: our means over the seeds, ± their 95 %
         intervals, and the paper's numbers, at full scale beside ours.
         """
-        recipe, rows, numbers = self.recipe, self.recipe.row_labels, self.numbers()
-        printed = [dict(enumerate(recipe.rows[row]["paper"])) for row in rows]
-        ours = [
-            (f"ours:\n{column.label}", [column.show(numbers.get((row, column.label), {})) for row in rows])
-            for column in recipe.columns
+        recipe, numbers = self.recipe, self.numbers()
+        rows = {row: [numbers.get((row, column.label), {}) for column in recipe.columns] for row in recipe.row_labels}
+        columns = [
+            (place, f"ours:\n{column.label}", [column.show(ours[place]) for ours in rows.values()])
+            for place, column in enumerate(recipe.columns)
         ]
-        theirs = [
-            (f"paper:\n{column.label}", [column.show_paper(values.get(place)) for values in printed])
-            for place, column in enumerate(recipe.at("full").columns if recipe.has_numbers else ())
-        ]
-        is_paired = recipe.scale == "full" and theirs
-        columns = list(itertools.chain.from_iterable(zip(ours, theirs, strict=True) if is_paired else (ours, theirs)))
-        seeds = [str(max(len(numbers.get((row, column.label), ())) for column in recipe.columns)) for row in rows]
+        for place, column in enumerate(recipe.at("full").columns if recipe.has_numbers else ()):
+            printed = [dict(enumerate(recipe.rows[row]["paper"])).get(place) for row in rows]
+            columns.append((place, f"paper:\n{column.label}", list(map(column.show_paper, printed))))
+        if recipe.scale == "full":
+            columns.sort(key=lambda column: column[0])  # the paper's beside ours
+        seeds = [str(max(map(len, ours))) for ours in rows.values()]
         tables = []
         for first in range(0, len(columns), 4):
-            shown = [("", rows), *columns[first : first + 4], ("our seeds", seeds)]
-            headings, texts = zip(*shown, strict=True)
+            shown = [(0, "", list(rows)), *columns[first : first + 4], (0, "our seeds", seeds)]
+            _, headings, texts = zip(*shown, strict=True)
             lines = [cells(*line) for line in zip(*texts, strict=True)]
             tables.append(to_rich(Table("comparison", "", headings, lines), ""))
         tables[0].title = f"{recipe.place}: {recipe.title}"
@@ -124,7 +121,7 @@ def _ranking(found: Mapping[str, Mapping[int, float]], *, is_timed: bool) -> str
 
 
 def _machine(job: Job) -> str:
-    made = json.loads(RunDirectory(job.directory).result.read_text()).get("provenance", {})
+    made = read_json(job.files.result).get("provenance", {})
     threads = made.get("threads")
     parts = [made.get("gpu"), made.get("cpu"), plural(threads, "thread") if threads else None]
     parts.append(f"torch {made['torch']}" if "torch" in made else None)

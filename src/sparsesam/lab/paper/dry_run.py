@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import torch
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
@@ -71,18 +72,19 @@ def cost_table(recipe: Recipe, *, seeds: int, tflops: float) -> Table:
     for heading in ("runs", "steps", "passes", "PFLOP", "GPU\nhours"):
         drawn.add_column(heading, justify="right", no_wrap=True)
     kinds = grouped(recipe.sweep([0]).variants.values(), lambda run: f"{run.model} on {run.dataset}, {run.optimizer}")
-    groups = {label: [(1, *run_cost(config)) for config in configs] for label, configs in kinds.items()}
-    runs, analysis = [cost for costs in groups.values() for cost in costs], []
+    rows = {label: np.sum([(1, *run_cost(config)) for config in configs], axis=0) for label, configs in kinds.items()}
+    total, analysis = sum(rows.values(), np.zeros(4)) * seeds, np.zeros(4)
     for config in recipe.configs if recipe.forwards else ():  # one network of each cell is measured
         images = recipe.forwards * recipe.analysis.get("samples", config.batch_size)
         flops = images * measure_model(config.model, config.dataset)[1]
-        analysis.append((0, 0, images / (3 * config.batch_size), flops))
-    groups |= {"analysis of the trained networks": analysis} if analysis else {}
-    groups[f"all, {plural(seeds, 'seed')}"] = [(0, 0, 0.0, 0.0), *(seeds * runs), *analysis]
-    for label, costs in groups.items():
-        count, steps, passes, flops = map(sum, zip(*costs, strict=True))
+        analysis += (0, 0, images / (3 * config.batch_size), flops)
+    rows |= {"analysis of the trained networks": analysis} if recipe.forwards else {}
+    rows[f"all, {plural(seeds, 'seed')}"] = total + analysis
+    for label, (count, steps, passes, flops) in rows.items():
         hours = flops / (tflops * 1e12) / 3600
-        drawn.add_row(label, f"{count:,}", f"{steps:,}", f"{passes:,.0f}", f"{flops / 1e15:,.1f}", f"{hours:,.1f}")
+        drawn.add_row(
+            label, f"{count:,.0f}", f"{steps:,.0f}", f"{passes:,.0f}", f"{flops / 1e15:,.1f}", f"{hours:,.1f}"
+        )
     return drawn
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch
 from sparsesam.lab.data import Splits, corrupt, load_dataset
 from sparsesam.lab.display import Axis, Figure, Series, SeriesStyle, assign_styles, cells, write_images, write_plot
 from sparsesam.lab.experiment.result import EpochRecord, read_epochs
-from sparsesam.lab.experiment.run_directory import RunDirectory
+from sparsesam.lab.experiment.run_directory import RunDirectory, read_json
 from sparsesam.lab.experiment.variants import grouped, mean_curve
 from sparsesam.lab.inspection import Analysis, LabeledResult, TrainedRun, load_run
 from sparsesam.lab.inspection.gradients import GradientAnalysis
@@ -136,8 +135,8 @@ def _corrupted(trained: RecipeRuns) -> list[torch.Tensor]:
         splits = load_dataset(name, trained.data_dir)
         assert isinstance(splits, Splits)
         images, generator = splits.train.images[:4], torch.Generator().manual_seed(0)
-        changed = [corrupt(images, 1.0, kind, generator) for kind in CORRUPTED]
-        found += [kind[place] for place in range(len(images)) for kind in (images, *changed)]
+        kinds = [images, *(corrupt(images, 1.0, kind, generator) for kind in CORRUPTED)]
+        found += torch.stack(kinds, dim=1).flatten(0, 1)
     return found
 
 
@@ -154,9 +153,7 @@ def _styles(trained: RecipeRuns) -> dict[str, SeriesStyle]:
 def _kept(run: TrainedRun, analysis: Analysis[Any]) -> Any:
     """Read the result in ``RUN/analyses`` if weights, images and options are the same; else measure and write it."""
     wanted = {**analysis.origin(run), "options": analysis.options}
-    file = run.path / "analyses" / f"{analysis.name}.json"
-    if file.exists():
-        content = json.loads(file.read_text())
-        if all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
-            return analysis.result_type.from_dict(content["result"])
+    content = read_json(run.directory.analyses / f"{analysis.name}.json")
+    if content and all(content["made"].get(key) == value for key, value in wanted.items() if key != "notes"):
+        return analysis.result_type.from_dict(content["result"])
     return analysis.measure_and_write(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -14,11 +14,8 @@ from markupsafe import Markup, escape
 
 from sparsesam import __version__
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.display import Figure, Series, Table
+from sparsesam.lab.display import Figure, Table
 from sparsesam.lab.display.figure import COLORS, MOST_BANDS
-
-#: Most points of a curve, to keep the page of a hundred runs below 10 MB, of which plotly takes 5.
-MOST_POINTS = 300
 
 
 @dataclass(frozen=True)
@@ -56,36 +53,20 @@ def render(sections: Sequence[Section], **texts: Any) -> str:
     environment.trim_blocks = environment.lstrip_blocks = True
     # Long paths break after a slash, but not within a word, such as a hash.
     environment.filters["breakable"] = lambda text: Markup(str(escape(text)).replace("/", "/<wbr>"))
+    drawn = [
+        {**vars(figure), "panels": list(figure.panels.items())} for section in sections for figure in section.figures
+    ]
+    exact = json.dumps(drawn, default=vars, allow_nan=False)
+    rounded = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.6g}"))  # enough digits for a chart
+    data = json.dumps(rounded, separators=(",", ":")).replace("<", "\\u003c")  # which could end the script element
     with required_by("the report", "'sparsesam[report]'"):
         plotly = resources.files("plotly") / "package_data" / "plotly.min.js"
     return environment.get_template("page.html").render(
         **texts,
         version=__version__,
         sections=sections,
-        most_points=MOST_POINTS,
         most_bands=MOST_BANDS,
         colors=COLORS,
         plotly=Markup(plotly.read_text(encoding="utf-8")),
-        data=Markup(_json([figure for section in sections for figure in section.figures])),
+        data=Markup(data),
     )
-
-
-def _json(figures: Sequence[Figure]) -> str:
-    """Returns the figures as JSON for a script element, with `<` escaped, which could end the element."""
-    drawn = []
-    for figure in figures:
-        panels = [(name, list(map(downsampled, panel))) for name, panel in figure.panels.items()]
-        drawn.append({**vars(figure), "panels": panels})
-    exact = json.dumps(drawn, default=vars, allow_nan=False)
-    rounded = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.6g}"))  # enough digits for a chart
-    return json.dumps(rounded, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def downsampled(series: Series) -> Series:
-    """Keep every k-th point and the last; surfaces are not downsampled."""
-    if series.z is not None or len(series.x) <= MOST_POINTS:
-        return series
-    stride = -(-len(series.x) // (MOST_POINTS - 1))
-    kept = sorted({*range(0, len(series.x), stride), len(series.x) - 1})
-    bars = series.bars and [series.bars[place] for place in kept]
-    return replace(series, x=[series.x[place] for place in kept], y=[series.y[place] for place in kept], bars=bars)

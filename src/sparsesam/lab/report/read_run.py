@@ -1,10 +1,9 @@
-"""Reads runs from directories. Files may be missing, empty or incomplete; unreadable ones are noted as problems."""
+"""Reads runs from directories. A run of which a file is damaged is noted as a problem."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +11,10 @@ import yaml
 
 from sparsesam.lab.display import Number, number
 from sparsesam.lab.experiment.config import TrainConfig, split_settings
-from sparsesam.lab.experiment.run_directory import RunDirectory, sum_of, unseal
+from sparsesam.lab.experiment.errors import RunError, one_line
+from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, sum_of, unseal
 
-Status = Literal["finished", "failed", "unfinished", "analyses only"]
+Status = Literal["finished", "failed", "unfinished", "unreadable", "analyses only"]
 #: A directory with any of these is a run's: a run can end before it has all of them.
 SIGNS = {"config.yaml", "records.jsonl", "result.json", "failure.json", "analyses"}
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -45,36 +45,26 @@ def _below(place: Path) -> Iterator[Path]:
 
 
 class RunRecord:
-    """The content of a run's files; ``problems`` are messages about those that are damaged, or of another run.
+    """The content of a run's files. A run with a damaged file, or one of another run, is unreadable and has no result.
 
-    ``epochs`` are the latest record of each epoch, in order; ``analyses`` the files' contents by name. ``settings`` are
-    as recorded; ``config`` has unused ones at their defaults, so that identical runs are equal, and is None if they
-    cannot be read. ``name`` is the name given by a sweep or --name, or empty. ``result`` is empty for a run that is not
-    finished; ``reason`` then says why.
+    ``problems`` say why, and which analyses are left out. ``epochs`` are the latest record of each epoch, in order;
+    ``analyses`` the files' contents by name. ``settings`` are as recorded; ``config`` has unused ones at their
+    defaults, so that identical runs are equal, and is None if there are none. ``name`` is the name given by a sweep or
+    --name, or empty. ``result`` is empty for a run that is not finished; ``reason`` then says why.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, files = path, RunDirectory(path)
+        self.path, self.name = path, ""
+        self.config: TrainConfig | None = None
+        self.settings, self.result, self.provenance = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        self.epochs, self.analyses = dict[float, dict[str, Any]](), dict[str, dict[str, Any]]()
         self.problems: list[str] = []
-        self.settings = self._read(files.config, lambda text: unseal(yaml.load(text, Loader=_Loader), required=True))
-        self.config = self._config()
-        self.analyses = self._read_analyses(files.analyses)
-        text = self._read(files.records, str) or ""
-        records = self._read(files.records, lambda text: [unseal(json.loads(line)) for line in text.splitlines()]) or []
-        begun = self._own("records.jsonl", next((record for record in reversed(records) if "config" in record), {}))
-        result = self._own("result.json", self._read(files.result, _from_json))
-        if "records" in result and result["records"] != sum_of(text):
-            self.problems.append("records.jsonl is not what result.json was made from: lines were lost or changed")
-        measured = _mapping(result.get("result"))
-        self.result = measured if number(measured.get("test_accuracy")) is not None else {}
-        epochs = {number(record.get("epoch")): record for record in records if begun and record.get("kind") == "epoch"}
-        self.epochs = {epoch: epochs[epoch] for epoch in sorted(epoch for epoch in epochs if epoch is not None)}
-        failure = self._read(files.failure, _from_json)
-        self.name = str(result.get("name") or begun.get("name") or "")
-        self.provenance = _mapping((result or begun or failure).get("provenance"))
-        self.status, self.reason = self._status(failure, self._read(files.running, _from_json))
-        if not self.settings and self.status != "analyses only":
-            self.problems.append("no settings could be read")
+        self.status: Status = "unreadable"
+        self.reason = "see the problems"
+        try:
+            self._read(RunDirectory(path))
+        except (RunError, OSError, AttributeError, TypeError, ValueError) as error:
+            self.problems.append(str(error))
 
     @property
     def seed(self) -> int | None:
@@ -88,60 +78,56 @@ class RunRecord:
         values = {epoch: number(record.get(name)) for epoch, record in self.epochs.items()}
         return {epoch: value for epoch, value in values.items() if value is not None}
 
-    def _config(self) -> TrainConfig | None:
-        try:
-            return split_settings(self.settings)[0].canonical if self.settings else None
-        except (TypeError, ValueError) as error:
-            self.problems.append(f"its settings are not valid in this version of sparsesam: {error}")
-            return None
+    def _read(self, files: RunDirectory) -> None:
+        if files.config.exists():
+            self.settings, self.config = _read_settings(files.config)
+        records = read_records(files.records) if files.records.exists() else []
+        result, failure = read_json(files.result) or {}, read_json(files.failure) or {}
+        begun: dict[str, Any] = next((record for record in reversed(records) if "config" in record), {})
+        if self.config is None and (records or result):
+            raise RunError(f"{files.config} is missing; restore it")
+        for file, content in ((files.records, begun), (files.result, result)):
+            if self.config and content.get("hash", self.config.content_hash) != self.config.content_hash:
+                raise RunError(f"{file} or {files.config} is of another run; restore the right one")
+        if "records" in result and result["records"] != sum_of(files.records.read_text()):
+            raise RunError(f"{files.records} is not what result.json was made from: lines were lost or changed")
+        self.name = str(result.get("name") or begun.get("name") or "")
+        self.provenance = dict((result or begun or failure).get("provenance") or {})
+        epochs = {number(record.get("epoch")): record for record in records if record.get("kind") == "epoch"}
+        self.epochs = {epoch: epochs[epoch] for epoch in sorted(epoch for epoch in epochs if epoch is not None)}
+        self._read_analyses(files.analyses)
+        if result:
+            self.result, self.status, self.reason = dict(result["result"]), "finished", ""
+        elif failure:
+            self.status, self.reason = "failed", str(failure.get("error", "no reason was recorded"))
+        elif self.config is None:
+            self.status, self.reason = "analyses only", ""
+        else:
+            done = f"epoch {len(self.epochs)} of {self.config.epochs}"
+            continued = f"continue with: sparsesam train --resume --out {self.path}"
+            self.status, self.reason = "unfinished", f"stopped after {done}; {continued}"
+            if holder := read_json(files.running):
+                where = f"process {holder.get('pid')} on {holder.get('host')}"
+                self.reason = f"{done}; {where} is running it, or was killed"
 
-    def _own(self, name: str, content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the content of a file, nothing if it has the hash of another run."""
-        if self.config is None or content.get("hash", self.config.content_hash) == self.config.content_hash:
-            return content
-        self.problems.append(f"{name} or config.yaml is of another run")
-        return {}
-
-    def _read_analyses(self, folder: Path) -> dict[str, dict[str, Any]]:
-        found = {}
-        for path in sorted(folder.glob("*.json")):
-            content = self._read(path, _from_json)
+    def _read_analyses(self, folder: Path) -> None:
+        for file in sorted(folder.glob("*.json")):
+            try:
+                content = read_json(file)
+            except RunError as error:
+                self.problems.append(str(error))
+                continue
             if not isinstance(content.get("result"), dict):
-                self.problems += [f"analyses/{path.name} has no result"] if content else []
+                self.problems.append(f"analyses/{file.name} has no result")
             elif self.config and content.get("run") not in (None, self.config.identity):
-                self.problems.append(f"analyses/{path.name} is of another run, left out")
+                self.problems.append(f"analyses/{file.name} is of another run, left out")
             else:
-                found[path.stem] = content
-        return found
-
-    def _status(self, failure: dict[str, Any], holder: dict[str, Any]) -> tuple[Status, str]:
-        if self.result:
-            return "finished", ""
-        if failure:
-            return "failed", str(failure.get("error", "no reason was recorded"))
-        if self.config is None:
-            is_run = self.epochs or not (self.path / "analyses").is_dir()
-            return ("unfinished", "its settings cannot be read") if is_run else ("analyses only", "")
-        done = f"epoch {len(self.epochs)} of {self.config.epochs}"
-        if holder:
-            where = f"process {holder.get('pid')} on {holder.get('host')}"
-            return "unfinished", f"{done}; {where} is running it, or was killed"
-        return "unfinished", f"stopped after {done}; continue with: sparsesam train --resume --out {self.path}"
-
-    def _read(self, path: Path, parse: Callable[[str], Any]) -> Any:
-        """Returns {} if the file is missing, damaged or not a regular file: reading a pipe would hang."""
-        if not path.is_file():
-            return {}
-        try:
-            return parse(path.read_text(encoding="utf-8", errors="replace"))
-        except (OSError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
-            self.problems.append(f"{path.name} cannot be read: {error}")
-            return {}
+                self.analyses[file.stem] = content
 
 
-def _from_json(text: str) -> dict[str, Any]:
-    return unseal(json.loads(text))
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+def _read_settings(file: Path) -> tuple[dict[str, Any], TrainConfig]:
+    try:
+        settings = unseal(yaml.load(file.read_text(), Loader=_Loader), required=True)
+        return settings, split_settings(settings)[0].canonical
+    except Exception as error:  # damaged text can fail in any way
+        raise RunError(f"{file} is damaged or of another version ({one_line(error)}); restore it") from error

@@ -41,14 +41,14 @@ _CURVES = {
 
 
 def results_part(task: Task) -> Part:
-    costs, chosen = task.costs, task.verdict.chosen
+    costs, (sentence, chosen) = task.costs, task.verdict
     ring = " The ring marks the cheapest variant not significantly different from the best." if chosen else ""
     words = {"time": "time of a run", "passes": "forward-backward passes"}[costs.measure]
     points = [point for variant in task.variants for point in _point(variant, costs.values[variant], chosen)]
     caption = f"{costs.explanation} Up and to the left is better.{ring}"
     figure = _against("cost", f"{words} / {costs.reference}’s", caption, points)
     blocks: list[Table | Figure] = [figure, results_table(task.variants, costs), _settings(task)]
-    return Part("", blocks, task.verdict.sentence)
+    return Part("", blocks, sentence)
 
 
 def _against(name: str, axis: str, caption: str, points: Sequence[Series], levels: Sequence[Series] = ()) -> Figure:
@@ -116,30 +116,25 @@ def curves_part(task: Task) -> Part:
 
 
 def analysis_parts(data: ReportData, task: Task | None) -> list[Part]:
-    """Returns one part for each analysis of the task's runs, or of directories without a run."""
+    """Returns a part for each analysis of the task's runs, or of directories without a run; without results empty."""
     parts = []
     for analysis in ANALYSES.values():
-        found = {name: _read_results(data, analysis, name, task) for name in analysis.files}
-        found = {name: results for name, results in found.items() if results}
         blocks: list[Table | Figure] = []
-        for name, results in found.items():
-            blocks += [analysis.table(name, results), *analysis.figures(name, results)]
-        if found:
-            notes = analysis.notes([result for results in found.values() for result in results])
-            parts.append(Part(analysis.title, blocks, notes=notes))
+        everything: list[LabeledResult[Any]] = []
+        for name in analysis.files:
+            if results := _read_results(data, analysis, name, task):
+                blocks += [analysis.table(name, results), *analysis.figures(name, results)]
+                everything += results
+        parts.append(Part(analysis.title, blocks, notes=analysis.notes(everything)))
     return parts
 
 
 def _read_results(
     data: ReportData, analysis: type[Analysis[Any]], name: str, task: Task | None
 ) -> list[LabeledResult[Any]]:
-    """Read the results of an analysis in the runs of a task, or in directories without settings.
-
-    Files in another format are noted as problems.
-    """
+    """Read the results of an analysis; those in another format are noted as problems."""
     runs = task.runs if task else [run for run in data.directories if run.config is None]
-    having = [run for run in runs if name in run.analyses]
-    found = []
+    having, found = [run for run in runs if name in run.analyses], []
     for run in having:
         try:
             result = analysis.result_type.from_dict(run.analyses[name]["result"])

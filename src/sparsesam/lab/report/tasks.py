@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,12 +44,12 @@ class ReportData:
                 else:
                     found += [] if content is None else [content]
         known = [(run.config, run) for run in self.runs if run.config is not None]
-        groups = sorted(grouped(known, lambda pair: task_label(pair[0])).items())
         order = {key: place for place, key in enumerate(key for _, keys in self.sweeps for key in keys)}
-        self.tasks = [
-            Task(f"task-{count}", label, group_variants(pairs, order), self.calibrations)
-            for count, (label, pairs) in enumerate(groups, start=1)
-        ]
+        by_task = sorted(grouped(known, lambda pair: task_label(pair[0])).items())
+        self.tasks: list[Task] = []
+        for count, (label, pairs) in enumerate(by_task, start=1):
+            variants = group_variants(pairs, order)
+            self.tasks.append(Task(f"task-{count}", label, variants, costs_of(variants, self.calibrations)))
 
     @property
     def title(self) -> str:
@@ -59,7 +58,7 @@ class ReportData:
 
     def count(self) -> str:
         statuses = [run.status for run in self.runs]
-        known = [status for status in ("finished", "failed", "unfinished") if status in statuses]
+        known = [status for status in ("finished", "failed", "unfinished", "unreadable") if status in statuses]
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in known)
         return f"{plural(len(statuses), 'run')}: {counts}" if statuses else "no runs, analyses only"
 
@@ -113,7 +112,7 @@ class Task:
     name: str
     label: str
     variants: list[RunVariant]
-    calibrations: Sequence[SweepCalibration]
+    costs: Costs
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -128,11 +127,7 @@ class Task:
         is_alone = all(other is run or other not in variant.runs for other in among)
         return variant.label if is_alone else f"{variant.label}, seed {run.seed}"
 
-    @cached_property
-    def costs(self) -> Costs:
-        return costs_of(self.variants, self.calibrations)
-
-    @cached_property
+    @property
     def verdict(self) -> Verdict:
         """The cheapest variant whose accuracy does not differ significantly from the highest mean; of equally cheap
         ones, the most accurate. Empty for a single variant.

@@ -35,10 +35,10 @@ def write_report(
     made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M UTC}, {provenance()['command']}"
     page = render(shown, title=title or data.title, made=made, count=data.count(), problems=data.problems)
     write_atomically(out, page)
-    for figure in [figure for section in shown for figure in section.figures] if figures is not None else []:
-        files = [Path(figures or "", f"{figure.name}.{suffix}") for suffix in ("svg", "pdf")]
-        make_parent("--figures", files[0])
-        write_plot([figure], *files)
+    if figures is not None:
+        make_parent("--figures", Path(figures, "figure.svg"))
+        for figure in (figure for section in shown for figure in section.figures):
+            write_plot([figure], Path(figures, f"{figure.name}.svg"), Path(figures, f"{figure.name}.pdf"))
     return data
 
 
