@@ -126,16 +126,14 @@ def _train(training: Training, place: Path, observers: Sequence[RunObserver], st
     complete = False
     with stop_on_signal() as signalled:
         try:
-            while not training.finished:
+            while not (training.finished or training.stop_requested):
                 training.advance(lambda: signalled() or stop(), on_step)
                 if training.epoch_ended:
                     record = complete_epoch(training)
                     for observer in observers:
                         observer.epoch(record)
-                if training.stop_requested and not training.finished:
-                    return False
-            complete = True
-            return True
+            complete = training.finished
+            return complete
         finally:
             for observer in observers:
                 observer.end(complete=complete)

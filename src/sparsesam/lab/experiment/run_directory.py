@@ -151,7 +151,6 @@ class RunDirectory:
 
     def write_failure(self, error: Exception) -> None:
         """Write the error that ended the run; call it in the exception handler."""
-        self.path.mkdir(parents=True, exist_ok=True)
         content = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         write_atomically(self.failure, json.dumps({**content, "provenance": provenance()}, indent=1))
 
@@ -250,7 +249,8 @@ def read_mask_file(file: Path) -> dict[str, Tensor]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file atomically; characters not encodable as UTF-8, as in a directory name, become "?"."""
+    """Replace a file atomically, in a new folder if need be; characters that UTF-8 cannot encode become "?"."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8", errors="replace")
     part.replace(path)

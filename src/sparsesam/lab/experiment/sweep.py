@@ -51,7 +51,6 @@ class Sweep:
     def write(self, out: Path) -> None:
         """Write ``sweep.json`` beside the runs: the title and the order of the variants, for the report."""
         order = {label: config.variant.content_hash for label, config in self.variants.items()}
-        out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "sweep.json", json.dumps({"title": self.title, "variants": order}, indent=1) + "\n")
 
 
