@@ -28,9 +28,6 @@ from sparsesam.lab.experiment.setting_types import PositiveInt, as_mapping, conv
 from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.names import check_names, suggestion
 
-#: How often a run on a Ray cluster may lose its machine.
-LOST_MACHINES = 3
-
 _KEYS = ("title", "settings", "variants", "grid", "seeds")
 
 
@@ -237,12 +234,12 @@ def _in_processes(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: in
 
 
 def _on_ray(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: int) -> Iterator[_Ended]:
-    """Run one task per job. If a machine is lost, Ray restarts its tasks on another, where the runs resume."""
+    """Run one task per job. If a machine is lost, Ray restarts its tasks on another, up to three times; runs resume."""
     with required_by("--backend ray", "'sparsesam[ray]'"):
         import ray
     if not ray.is_initialized():
         ray.init()
-    task: Any = ray.remote(num_cpus=1, max_retries=LOST_MACHINES)(lambda job: run(job))
+    task: Any = ray.remote(lambda job: run(job))
     waiting, running = list(reversed(jobs)), list[Any]()
     while waiting or running:
         while waiting and len(running) < workers:
