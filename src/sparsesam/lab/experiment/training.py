@@ -222,11 +222,11 @@ class Training:
 
     def evaluate(self, split: Literal["val", "test"]) -> tuple[float, float, float]:
         """Returns mean loss, accuracy and top-5 accuracy on the validation or test images, over all ranks."""
-        if self.fabric.world_size > 1:  # normalization statistics differ between ranks after a step; use rank 0's
-            for buffer in self.module.buffers():
-                torch.distributed.broadcast(buffer, 0)
         # Not the wrapped model: its forward would wait for ranks that have fewer batches.
         model = self.module if self.ema is None else self.ema
+        if self.fabric.world_size > 1:  # normalization statistics differ between ranks after a step; use rank 0's
+            for buffer in dict.fromkeys((*self.module.buffers(), *model.buffers())):
+                torch.distributed.broadcast(buffer, 0)
         totals = loss_and_accuracy(model, self.batches.evaluation(split), self.fabric)
         loss, correct, among_five, images = self._summed(totals)
         return loss / images, correct / images, among_five / images
