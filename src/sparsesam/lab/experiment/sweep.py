@@ -28,8 +28,6 @@ from sparsesam.lab.experiment.setting_types import PositiveInt, as_mapping, conv
 from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.names import check_names, suggestion
 
-_KEYS = ("title", "settings", "variants", "grid", "seeds")
-
 
 @dataclass(frozen=True)
 class Sweep:
@@ -109,7 +107,7 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
             found = suggestion(str(file), [*map(str, given.parent.glob("*.yaml")), "demo"])
             raise ValueError(f"does not exist; pass a YAML file or demo, the sweep included in sparsesam{found}")
         content = as_mapping("the file", read_yaml(place.read_text(encoding="utf-8")))
-        check_names(content, _KEYS)
+        check_names(content, ("title", "settings", "variants", "grid", "seeds"))
         title = convert("title", content.get("title", given.stem), str)
         wanted = content.get("seeds", 1) if seeds is None else seeds
         chosen = convert("seeds", wanted, PositiveInt | tuple[int, ...])
@@ -137,6 +135,10 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
         own = as_mapping(f"variant {label}", values or {})
         for point in itertools.product(*axes):
             config = from_mapping(complete({**settings, **dict(point), **own, **overrides}))
+            if config.seed != 0:
+                raise ValueError(
+                    f"seed must be left out of settings, got {config.seed}; `seeds: [{config.seed}]` sets it"
+                )
             check_used(config, own.keys() - overrides.keys())
             shared &= unused(config).keys()
             without = {*unused(config), *own, *overrides}
