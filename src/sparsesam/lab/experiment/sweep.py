@@ -136,9 +136,7 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
         for point in itertools.product(*axes):
             config = from_mapping(complete({**settings, **dict(point), **own, **overrides}))
             if config.seed != 0:
-                raise ValueError(
-                    f"seed must be left out of settings, got {config.seed}; `seeds: [{config.seed}]` sets it"
-                )
+                raise ValueError(f"seed must be left out, got {config.seed}; `seeds: [{config.seed}]` sets it")
             check_used(config, own.keys() - overrides.keys())
             shared &= unused(config).keys()
             without = {*unused(config), *own, *overrides}
