@@ -114,8 +114,8 @@ class RunDirectory:
         self.result.unlink(missing_ok=True)
         settings = {**dataclasses.asdict(config), **dataclasses.asdict(environment)}
         settings["data_dir"] = environment.data_dir and str(environment.data_dir.absolute())
-        plain = json.loads(json.dumps({name: settings[name] for name in settings if name not in ("out", "resume")}))
-        write_atomically(self.config, yaml.safe_dump(seal(plain), sort_keys=False))
+        kept = {name: value for name, value in settings.items() if name not in ("out", "resume")}
+        write_atomically(self.config, yaml.safe_dump(seal(kept), sort_keys=False))
 
     def settings(self) -> dict[str, Any]:
         """Returns every setting, except where the run is and whether it is resumed."""
