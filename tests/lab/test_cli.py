@@ -31,6 +31,8 @@ def test_options_override_file(tmp_path):
     main(["train", *SHORT, "--config", str(file), "--rho", "0.4", "--out", str(tmp_path / "run")])
     config = read_records(tmp_path / "run" / "records.jsonl")[0]["config"]
     assert (config["optimizer"], config["rho"], config["batch_size"], config["epochs"]) == ("sam", 0.4, 32, 1)
+    assert main(["train", "--config", str(tmp_path / "run" / "config.yaml"), "--out", str(tmp_path / "again")]) == 0
+    assert read_records(tmp_path / "again" / "records.jsonl")[0]["config"] == config
 
 
 NO_EFFECT = " has no effect with optimizer "

@@ -70,6 +70,17 @@ def plain(num_classes, in_channels):
     return nn.Sequential(_Double(), layers.double())
 
 
+class _Statistics(nn.BatchNorm2d):
+    def forward(self, x):
+        super().forward(x)
+        return x
+
+
+def with_statistics(num_classes, in_channels):
+    """Measures batch statistics, but does not normalize with them."""
+    return nn.Sequential(_Statistics(in_channels, affine=False), plain(num_classes, in_channels))
+
+
 def late_normalization(num_classes, in_channels):
     """SAM on its normalization layers perturbs only the last stage."""
     last = nn.Sequential(nn.Flatten(), nn.LayerNorm(8 * 6 * 6), nn.Linear(8 * 6 * 6, num_classes))

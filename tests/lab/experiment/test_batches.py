@@ -62,14 +62,16 @@ def test_fisher_images_are_augmented_on_request_and_always_alike(splits):
     assert torch.equal(plain[3][1], augmented[3][1])
 
 
-def test_images_of_folders_are_unaugmented_as_test_images_and_these_square_on_request(tmp_path):
-    """Both have the same 120 x 60 image, red from left to right."""
-    red = torch.linspace(0, 255, 120).to(torch.uint8).expand(60, 120)
+def write_folders(root, image, name):
+    """Training and validation images of a class, the same image."""
     for part in ("train", "val"):
-        for kind in ("a", "b"):
-            (tmp_path / part / kind).mkdir(parents=True)
-            image = Image.fromarray(torch.stack([red, 0 * red, 0 * red], dim=-1).numpy())
-            image.save(tmp_path / part / kind / "image.png")
+        (root / part / "cat").mkdir(parents=True)
+        image.save(root / part / "cat" / name)
+
+
+def test_images_of_folders_are_unaugmented_as_test_images_and_these_square_on_request(tmp_path):
+    red = Image.linear_gradient("L").rotate(90).resize((120, 60))  # from left to right
+    write_folders(tmp_path, red.convert("RGB"), "image.png")
     splits = load_dataset("folder", tmp_path, image_size=32)
     sides, square = (batches(splits, dataset="folder", test_resize=how) for how in ("shorter-side", "square"))
     assert torch.equal(sides.unaugmented("train")[0][0], sides.unaugmented("test")[0][0])
@@ -95,9 +97,7 @@ def test_test_images_are_split_over_ranks(splits):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_damaged_image_is_named_in_one_line(tmp_path, workers):
-    for part in ("train", "val"):
-        (tmp_path / part / "cat").mkdir(parents=True)
-        Image.effect_noise((64, 64), 50).save(tmp_path / part / "cat" / "1.jpeg")
+    write_folders(tmp_path, Image.effect_noise((64, 64), 50), "1.jpeg")
     path = tmp_path / "train" / "cat" / "1.jpeg"
     path.write_bytes(path.read_bytes()[:500])
     made = Batches(SHORT, load_dataset("folder", tmp_path), CPU, workers=workers)

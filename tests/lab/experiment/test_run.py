@@ -7,7 +7,7 @@ import torch
 
 from sparsesam.lab.experiment import checkpoint, read_records
 from sparsesam.lab.experiment.config import RunEnvironment
-from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted, RunError
+from sparsesam.lab.experiment.errors import DivergedError, Interrupted, RunError
 from sparsesam.lab.experiment.result import read_epochs
 from sparsesam.lab.experiment.run import run_training
 from sparsesam.lab.experiment.run_directory import RunDirectory
@@ -155,14 +155,3 @@ def test_run_with_one_step_per_epoch_can_be_stopped(tmp_path):
     with pytest.raises(Interrupted):
         train(tmp_path, InterruptAt(2), train_size=16, epochs=9)
     assert checkpoint.load(tmp_path / "last.pt")["training"]["position"]["epoch"] == 3  # interrupted after its second
-
-
-def test_extension_from_damaged_checkpoint_is_rejected_and_keeps_run(tmp_path):
-    train(tmp_path)
-    whole = (tmp_path / "last.pt").read_bytes()
-    (tmp_path / "last.pt").write_bytes(whole[: len(whole) // 2])
-    settings, result = (tmp_path / "config.yaml").read_text(), (tmp_path / "result.json").read_text()
-    with pytest.raises(CheckpointError):
-        train(tmp_path, resume=True, epochs=5)
-    assert (tmp_path / "config.yaml").read_text() == settings
-    assert (tmp_path / "result.json").read_text() == result

@@ -111,6 +111,7 @@ def test_missing_file_lists_available_ones(tmp_path):
         ({"grid": {"sparsity": []}}, "grid must have a list of values"),
         ({"title": [1]}, "title must be a string"),
         ({"seeds": 0}, "seeds must be at least 1"),
+        ({"grid": {"seed": [0, 1]}}, "seed must be left out, got 1"),
         ({"seeds": [0, 0]}, "seeds must be a number, or a list without repetitions"),
         ({"variants": {"A": {"optimizer": "sam", "sparsity": 0.5}}}, "sparsity has no effect with optimizer sam"),
         ({"variants": {"A": {"optimizer": "sgd"}}, "grid": {"rho": [1, 2]}}, "rho has no effect with optimizer sgd"),

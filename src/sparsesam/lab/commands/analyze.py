@@ -45,12 +45,12 @@ def run(options: Namespace) -> None:
     console = Console(highlight=False)
     console.print(to_rich(analysis.table(analysis.name, results), analysis.name, transposed=True))
     for note in (*notes, *analysis.notes(results)):
-        console.print(f"- {note}")
+        console.print(f"- {note}", markup=False)
     for run in runs:
-        console.print(f"written: {run.path / 'analyses' / analysis.name}.json", soft_wrap=True)
+        print(f"written: {run.path / 'analyses' / analysis.name}.json")
     if options.plot is not None:
         write_plot(analysis.figures(analysis.name, results), options.plot)
-        console.print(f"plot: {options.plot}", soft_wrap=True)
+        print(f"plot: {options.plot}")
 
 
 def _from_options(settings: Any, options: Namespace) -> Any:

@@ -13,6 +13,7 @@ from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, setti
 from sparsesam.lab.data.augment import denormalize
 from sparsesam.lab.display import check_plot, plural, write_images
 from sparsesam.lab.experiment.batches import Batches, load_splits
+from sparsesam.lab.experiment.setting_types import PositiveInt
 
 HELP = "Draw training images as the network sees them, with noise, corruption and augmentation."
 
@@ -21,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     parser.usage = "%(prog)s show [--out FILE.png] [--images 24] [--OPTION VALUE …]"
     parser.add_argument("action", type=Literal["show"], help="draw the contact sheet")
     parser.add_argument("--out", type=Path, default=Path("data.png"), help="FILE.png, .svg or .pdf")
-    parser.add_argument("--images", type=int, default=24, help="number of images")
+    parser.add_argument("--images", type=PositiveInt, default=24, help="number of images")
     add_settings(parser, leave_out=("out", "resume", "batch_size"))
 
 

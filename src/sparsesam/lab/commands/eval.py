@@ -20,8 +20,8 @@ WEIGHTS = "best, last, or a file of weights (default: best)"
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("--weights", type=str, default="best", help=WEIGHTS)
-    splits, text = Literal["test", "val"], "images to evaluate on (default: test)"
-    parser.add_argument("--split", type=splits, default="test", help=text)
+    text = "images to evaluate on (default: test)"
+    parser.add_argument("--split", type=Literal["test", "val"], default="test", help=text)
     add_options(parser, RunEnvironment, only=["data_dir", "accelerator"])
 
 
@@ -38,7 +38,7 @@ def run(options: Namespace) -> None:
         raise ValueError(f"{options.run} has no validation images (val_size); evaluate it on the test images")
     fabric = make_fabric(trained.config, trained.environment)
     batches = Batches(trained.config, trained.splits, fabric.device)
-    sums = loss_and_accuracy(trained.model, batches.evaluation(options.split), fabric).tolist()
-    loss, right, among_five, images = sums
+    sums = loss_and_accuracy(trained.model, batches.evaluation(options.split), fabric)
+    loss, right, among_five, images = sums.tolist()
     measured = f"accuracy {right / images:.2%}, loss {loss / images:.4f}, top-5 accuracy {among_five / images:.2%}"
     print(f"{options.split} {measured}, {plural(int(images), 'image')}; {trained.file}")

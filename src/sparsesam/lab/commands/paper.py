@@ -55,10 +55,10 @@ def run(options: Namespace) -> None:
         _show(runs)
     elif options.dry_run:
         for line in dry_run(chosen):
-            _say(line)
+            print(line, flush=True)
         Console(highlight=False).print(cost_table(chosen, seeds=seeds, tflops=options.tflops))
         counted = "a backward pass counts as two forward passes, a Hessian-vector product as two of both"
-        _say(f"Estimates, hours at {options.tflops:g} TFLOP/s (--tflops): {counted}.")
+        print(f"Estimates, hours at {options.tflops:g} TFLOP/s (--tflops): {counted}.")
     else:
         _run(runs, options, out)
 
@@ -74,16 +74,11 @@ def _run(runs: RecipeRuns, options: Namespace, out: Path) -> None:
         timed = chosen.timed()
         execute(jobs, options, runs.table, timed=[job for job in jobs if job.config.variant in timed])
         _say_each(runs.sentences())
-        _say(f"runs: {out}")
+        print(f"runs: {out}")
         report_failures(jobs)
     if file is not None:
         _say_each(draw_figure(runs, file))
-        _say(f"figure: {file}")
-
-
-def _say(text: str) -> None:
-    """Print a line that is not wrapped, such as a path."""
-    Console(highlight=False).print(text, soft_wrap=True, markup=False)
+        print(f"figure: {file}")
 
 
 def _say_each(sentences: Iterable[str]) -> None:

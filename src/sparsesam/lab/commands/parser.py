@@ -109,7 +109,7 @@ def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) ->
     known = [setting.name for kind in (TrainConfig, RunEnvironment) for setting in dataclasses.fields(kind)]
     chosen = {name: value for name, value in vars(options).items() if name in known}
     config, environment = split_settings({**(saved or {}), **complete({**in_files, **chosen})})
-    check_used(config, [*chosen, *(name for name in in_files if in_files[name] != DEFAULTS.get(name))])
+    check_used(config, [*chosen, *(name for name in in_files if getattr(config, name, None) != DEFAULTS.get(name))])
     return config, environment
 
 

@@ -45,8 +45,8 @@ def add_execution(parser: Parser) -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="override settings of all runs")
     parser.add_argument("--jobs", type=PositiveInt, help="number of parallel runs; default one per core or GPU")
     parser.add_argument("--gpus", type=NonNegativeInt, default=0, help="number of GPUs of this machine to use")
-    backends, text = Literal["loky", "ray"], "local processes or a Ray cluster"
-    parser.add_argument("--backend", type=backends, default="loky", help=text)
+    text = "local processes or a Ray cluster"
+    parser.add_argument("--backend", type=Literal["loky", "ray"], default="loky", help=text)
     parser.add_argument("--retry", action="store_true", help="run failed runs again")
     add_options(parser, RunEnvironment, only=["data_dir"])
 

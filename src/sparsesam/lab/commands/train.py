@@ -30,6 +30,8 @@ def run(options: Namespace) -> None:
     config, environment = settings_from(options, saved)
     environment = under_torchrun(environment)
     result = run_training(config, environment, None if environment.quiet else ProgressBar())
+    if result is None:
+        return
     chosen = "validation" if result.best_chosen_on == "val" else "test"
     price = f"{result.forward_backwards_per_step:.2f} passes per step, budget {result.budget}; "
     print(

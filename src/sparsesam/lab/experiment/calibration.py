@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +86,12 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
     with torch_settings(environment.threads or 1):
         found = SweepCalibration(_measure(jobs, environment), provenance())
     content = {"kind": "calibration", **asdict(found)}
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / FILE, json.dumps(seal(content), indent=1) + "\n")
     return found
 
 
 def _measure(jobs: Sequence[Job], environment: RunEnvironment) -> dict[str, VariantTime]:
-    @cache
-    def splits_of(dataset: str, image_size: int | None) -> Splits | FolderSplits:
-        return load_splits(TrainConfig(dataset=dataset, image_size=image_size), environment)
-
+    load = cache(partial(load_splits, environment=environment))
     variants = {name: same[0] for name, same in grouped(jobs, lambda job: key(job.config)).items()}
     steppers: dict[str, list[_Stepper]] = {}
     for name, job in variants.items():
@@ -103,7 +99,7 @@ def _measure(jobs: Sequence[Job], environment: RunEnvironment) -> dict[str, Vari
         # Before `ascent_start` a variant takes plain steps.
         phases = [config, replace(config, optimizer=config.base)] if config.canonical.ascent_start else [config]
         try:
-            splits = splits_of(config.dataset, config.image_size)
+            splits = load(TrainConfig(dataset=config.dataset, image_size=config.image_size))
             steppers[name] = [_Stepper(phase, splits, environment) for phase in phases]
         except (ImportError, TypeError, ValueError) as error:
             raise type(error)(f"{job.label}: {error}") from error

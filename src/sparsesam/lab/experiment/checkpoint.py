@@ -43,8 +43,7 @@ def save(path: Path, run: str, content: dict[str, Any]) -> None:
         part.unlink(missing_ok=True)
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"{path} could not be written ({reason}); earlier files are intact; free some space, then run the command "
-            "again with --resume"
+            f"{path} could not be written ({reason}); earlier files are intact; free some space, then --resume"
         ) from error
 
 
@@ -65,8 +64,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         raise CheckpointError(f"{path} must be a checkpoint of `sparsesam train`, but is not; check the path")
     if content.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} must be of version {VERSION}, got {content.get('version')}; "
-            "continue with the version of sparsesam that wrote it, or start again in another directory"
+            f"{path} must be of version {VERSION}, got {content.get('version')}; use the sparsesam that wrote it"
         )
     if not {"run", _CONTENT.get(path.name, "run")} <= content.keys():
         raise CheckpointError(f"{path} is another file of a run; restore the right one")

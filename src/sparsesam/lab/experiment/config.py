@@ -40,8 +40,6 @@ Method = Literal[
     "sgd", "adam", "adamw", "sam", "asam", "gsam", "wsam", "friendly-sam", "look-sam", "esam", "zsharp", "sam-on",
     "ssam", "ssam-f", "ssam-d", "ssam-g", "ssam-random", "auto",
 ]  # fmt: skip
-#: Optimizers that take one pass per step.
-PLAIN = ("sgd", "adam", "adamw")
 #: Methods without a mask that have settings of their own.
 VARIANTS: dict[str, type[sparsesam.SharpnessAware]] = {
     "gsam": sparsesam.GSAM,
@@ -189,10 +187,8 @@ class TrainConfig:
         if self.batch_size < self.accumulate:
             raise ValueError(f"accumulate must be at most batch_size, {self.batch_size}, got {self.accumulate}")
         if self.optimizer == "ssam" and (self.layers is None) == (self.budget is None):
-            raise ValueError(
-                "optimizer ssam needs layers, the parameters to perturb ('layer4.*,fc.*'), or a budget (1.2), "
-                f"got layers {self.layers} and budget {self.budget}; ssam-f chooses the mask by Fisher information"
-            )
+            given = f"got layers {self.layers} and budget {self.budget}"
+            raise ValueError(f"optimizer ssam needs layers, such as 'layer4.*,fc.*', or a budget, such as 1.2, {given}")
         has_no_mask = self.optimizer in ("sam", "asam") and self.ascent in ("implicit", "implicit-dense")
         if has_no_mask or (self.optimizer in VARIANTS and self.ascent != "explicit"):
             raise ValueError(f"ascent must not be {self.ascent!r} for {self.optimizer}; leave it at explicit")
@@ -213,7 +209,7 @@ class TrainConfig:
 
     @property
     def is_plain(self) -> bool:
-        return self.optimizer in PLAIN
+        return self.optimizer in ("sgd", "adam", "adamw")
 
     def total_steps(self, steps_per_epoch: int) -> int:
         whole = self.epochs * steps_per_epoch
@@ -302,9 +298,8 @@ def check_used(config: TrainConfig, given: Iterable[str]) -> None:
     useless = unused(config)
     for name in given:
         if name in useless:
-            raise ValueError(
-                f"{name} has no effect with optimizer {config.optimizer}: it needs {useless[name]}; leave it out"
-            )
+            why = f"it needs {useless[name]}; leave it out"
+            raise ValueError(f"{name} has no effect with optimizer {config.optimizer}: {why}")
 
 
 def complete(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,9 +85,8 @@ def _mask(config: TrainConfig, model: nn.Module, fisher_data: Any, steps_per_epo
         return sparsesam.fixed_mask(types=sparsesam.NORMALIZATION)
     if config.optimizer == "ssam" and config.layers is not None:
         return sparsesam.fixed_mask(*config.layers)
-    common: dict[str, Any] = {"refresh": config.mask_steps, "seed": derive(config.seed, Purpose.MASK)}
-    if config.mask_steps is None and config.mask_epochs is not None:
-        common["refresh"] = config.mask_epochs * steps_per_epoch
+    refresh = config.steps_between_masks(steps_per_epoch)
+    common: dict[str, Any] = {"refresh": refresh, "seed": derive(config.seed, Purpose.MASK)}
     samples = config.fisher_samples
     if config.optimizer == "ssam" and config.budget is not None:
         images = torch.stack([fisher_data[place][0] for place in range(min(config.batch_size, len(fisher_data)))])

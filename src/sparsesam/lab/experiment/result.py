@@ -113,7 +113,7 @@ def complete_epoch(training: Training) -> EpochRecord:
         test_top5_accuracy=test_top5_accuracy,
         lr=training.optimizer.param_groups[0]["lr"],
         rho=training.rho,
-        sparsity=training.sparsity,
+        sparsity=getattr(training.optimizer, "sparsity", None),
         forward_backwards=training.cost.forward_backwards,
         seconds=sums.seconds,
         images_per_second=sums.images / sums.seconds,

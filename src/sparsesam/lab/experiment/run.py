@@ -36,8 +36,9 @@ def run_training(
     observer: RunObserver | None = None,
     *,
     stop: Callable[[], bool] = lambda: False,
-) -> RunResult:
-    """Train with ``config``; with ``environment.resume``, from the last checkpoint in the run's directory.
+) -> RunResult | None:
+    """Train with ``config``; with ``environment.resume``, from the last checkpoint in the run's directory. Returns the
+    result on rank 0, None on others.
 
     Everything is checked and built before anything is written: an invalid config leaves no directory behind.
     ``stop`` is called after every step; if it returns True the run stops, as on a signal, with `Interrupted`. Also
@@ -66,10 +67,10 @@ def run_training(
                     if not _train(training, directory.path, [recorder, *observers] if recorder else [], stop):
                         steps = plural(training.steps_taken, "step")
                         raise Interrupted(f"stopped after {steps} and saved; continue with: {command}")
-                    result = fabric.broadcast(run_result(training, recorder.epochs) if recorder else None)
-                    assert result is not None
-                    if recorder:
-                        recorder.finish(result)
+                    if recorder is None:
+                        return None
+                    result = run_result(training, recorder.epochs)
+                    recorder.finish(result)
                     return result
         except Exception as error:
             if recorder and not isinstance(error, Interrupted | CheckpointError | LostRankError):
@@ -126,16 +127,14 @@ def _train(training: Training, place: Path, observers: Sequence[RunObserver], st
     complete = False
     with stop_on_signal() as signalled:
         try:
-            while not training.finished:
+            while not (training.finished or training.stop_requested):
                 training.advance(lambda: signalled() or stop(), on_step)
                 if training.epoch_ended:
                     record = complete_epoch(training)
                     for observer in observers:
                         observer.epoch(record)
-                if training.stop_requested and not training.finished:
-                    return False
-            complete = True
-            return True
+            complete = training.finished
+            return complete
         finally:
             for observer in observers:
                 observer.end(complete=complete)

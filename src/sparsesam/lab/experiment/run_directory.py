@@ -114,8 +114,8 @@ class RunDirectory:
         self.result.unlink(missing_ok=True)
         settings = {**dataclasses.asdict(config), **dataclasses.asdict(environment)}
         settings["data_dir"] = environment.data_dir and str(environment.data_dir.absolute())
-        plain = json.loads(json.dumps({name: settings[name] for name in settings if name not in ("out", "resume")}))
-        write_atomically(self.config, yaml.safe_dump(seal(plain), sort_keys=False))
+        kept = {name: value for name, value in settings.items() if name not in ("out", "resume")}
+        write_atomically(self.config, yaml.safe_dump(seal(kept), sort_keys=False))
 
     def settings(self) -> dict[str, Any]:
         """Returns every setting, except where the run is and whether it is resumed."""
@@ -151,7 +151,6 @@ class RunDirectory:
 
     def write_failure(self, error: Exception) -> None:
         """Write the error that ended the run; call it in the exception handler."""
-        self.path.mkdir(parents=True, exist_ok=True)
         content = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         write_atomically(self.failure, json.dumps({**content, "provenance": provenance()}, indent=1))
 
@@ -250,7 +249,8 @@ def read_mask_file(file: Path) -> dict[str, Tensor]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file atomically; characters not encodable as UTF-8, as in a directory name, become "?"."""
+    """Replace a file atomically, in a new folder if need be; characters that UTF-8 cannot encode become "?"."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8", errors="replace")
     part.replace(path)

@@ -28,11 +28,6 @@ from sparsesam.lab.experiment.setting_types import PositiveInt, as_mapping, conv
 from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.names import check_names, suggestion
 
-#: How often a run on a Ray cluster may lose its machine.
-LOST_MACHINES = 3
-
-_KEYS = ("title", "settings", "variants", "grid", "seeds")
-
 
 @dataclass(frozen=True)
 class Sweep:
@@ -51,7 +46,6 @@ class Sweep:
     def write(self, out: Path) -> None:
         """Write ``sweep.json`` beside the runs: the title and the order of the variants, for the report."""
         order = {label: config.variant.content_hash for label, config in self.variants.items()}
-        out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "sweep.json", json.dumps({"title": self.title, "variants": order}, indent=1) + "\n")
 
 
@@ -113,7 +107,7 @@ def read_sweep(file: str | Path, *, overrides: Mapping[str, Any], seeds: int | N
             found = suggestion(str(file), [*map(str, given.parent.glob("*.yaml")), "demo"])
             raise ValueError(f"does not exist; pass a YAML file or demo, the sweep included in sparsesam{found}")
         content = as_mapping("the file", read_yaml(place.read_text(encoding="utf-8")))
-        check_names(content, _KEYS)
+        check_names(content, ("title", "settings", "variants", "grid", "seeds"))
         title = convert("title", content.get("title", given.stem), str)
         wanted = content.get("seeds", 1) if seeds is None else seeds
         chosen = convert("seeds", wanted, PositiveInt | tuple[int, ...])
@@ -141,6 +135,8 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
         own = as_mapping(f"variant {label}", values or {})
         for point in itertools.product(*axes):
             config = from_mapping(complete({**settings, **dict(point), **own, **overrides}))
+            if config.seed != 0:
+                raise ValueError(f"seed must be left out, got {config.seed}; `seeds: [{config.seed}]` sets it")
             check_used(config, own.keys() - overrides.keys())
             shared &= unused(config).keys()
             without = {*unused(config), *own, *overrides}
@@ -238,12 +234,12 @@ def _in_processes(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: in
 
 
 def _on_ray(run: Callable[[Job], _Ended], jobs: Sequence[Job], workers: int) -> Iterator[_Ended]:
-    """Run one task per job. If a machine is lost, Ray restarts its tasks on another, where the runs resume."""
+    """Run one task per job. If a machine is lost, Ray restarts its tasks on another, up to three times; runs resume."""
     with required_by("--backend ray", "'sparsesam[ray]'"):
         import ray
     if not ray.is_initialized():
         ray.init()
-    task: Any = ray.remote(num_cpus=1, max_retries=LOST_MACHINES)(lambda job: run(job))
+    task: Any = ray.remote(lambda job: run(job))
     waiting, running = list(reversed(jobs)), list[Any]()
     while waiting or running:
         while waiting and len(running) < workers:

@@ -91,10 +91,6 @@ class Training:
         return self.steps_taken % self.batches.steps == 0 or self.finished
 
     @property
-    def sparsity(self) -> float | None:
-        return getattr(self.optimizer, "sparsity", None)
-
-    @property
     def rho(self) -> float | None:
         rho = self.optimizer.param_groups[0].get("rho")
         return None if rho is None else float(rho)
@@ -130,10 +126,7 @@ class Training:
 
     def _sync(self, totals: Tensor, stop: Callable[[], bool]) -> bool:
         """Add loss and correct predictions of the last steps to ``sums``; returns whether any rank must stop."""
-        stops: float = stop()
-        loss, correct = totals.tolist()
-        if self.fabric.world_size > 1:
-            loss, correct, stops = self._summed(totals.new_tensor([loss, correct, stops]))
+        loss, correct, stops = self._summed(torch.cat((totals, totals.new_tensor([float(stop())]))))
         self.sums.loss, self.sums.correct = self.sums.loss + loss, self.sums.correct + correct
         if not math.isfinite(loss):
             rho = "" if self.rho is None else f" or rho ({self.rho})"
@@ -229,11 +222,11 @@ class Training:
 
     def evaluate(self, split: Literal["val", "test"]) -> tuple[float, float, float]:
         """Returns mean loss, accuracy and top-5 accuracy on the validation or test images, over all ranks."""
-        if self.fabric.world_size > 1:  # normalization statistics differ between ranks after a step; use rank 0's
-            for buffer in self.module.buffers():
-                torch.distributed.broadcast(buffer, 0)
         # Not the wrapped model: its forward would wait for ranks that have fewer batches.
         model = self.module if self.ema is None else self.ema
+        if self.fabric.world_size > 1:  # normalization statistics differ between ranks after a step; use rank 0's
+            for buffer in dict.fromkeys((*self.module.buffers(), *model.buffers())):
+                torch.distributed.broadcast(buffer, 0)
         totals = loss_and_accuracy(model, self.batches.evaluation(split), self.fabric)
         loss, correct, among_five, images = self._summed(totals)
         return loss / images, correct / images, among_five / images
