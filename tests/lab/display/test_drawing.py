@@ -59,6 +59,18 @@ def test_chosen_point_has_ring_and_name_in_legend():
     assert rings == [[[1, 91]]]
 
 
+def test_short_logarithmic_axis_has_plain_numbers():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    plot = Figure("a", "", "", Axis("cost", log=True), Axis("y"), {"": [Series("a", "blue", [100, 200], [0, 1])]})
+    drawing = write_plot([plot])
+    FigureCanvasAgg(drawing).draw()
+    axes = drawing.subfigs[0].axes[0]
+    low, high = axes.get_xlim()
+    ticks = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+    assert [label.get_text() for place, label in ticks if low <= place <= high] == ["100", "150", "200"]
+
+
 @pytest.mark.parametrize(("count", "bands"), [(3, 3), (4, 0)])
 def test_bands_are_drawn_for_three_series_at_most_in_every_panel(count, bands):
     series = [Series(str(i), "blue", [1, 2], [i, i], bars=[(i - 1, i + 1)] * 2) for i in range(count)]

@@ -118,6 +118,12 @@ def _draw_panel(axes: Canvas, figure: Figure, panel: Sequence[Series]) -> None:
     for name, axis in (("x", figure.x), ("y", figure.y)):
         if axis.log:
             axes.set(**{f"{name}scale": "log"})
+            low, high = getattr(axes, f"get_{name}lim")()
+            if high < 30 * low:  # one or two powers of ten are too few labels
+                shown = getattr(axes, f"{name}axis")
+                shown.set_major_locator(_import_matplotlib().ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+                shown.set_major_formatter("{x:g}")
+                shown.minorticks_off()
         if axis.whole:
             axes.locator_params(axis=name, integer=True)
 
