@@ -34,7 +34,7 @@ from sparsesam.masks.packed import PackedMask
 from sparsesam.perturbation import Norm, Target, is_usable
 from sparsesam.sam import SharpnessAware
 from sparsesam.schedules import RhoSchedule
-from sparsesam.utils.checks import is_finite, is_within
+from sparsesam.utils.checks import check_number, is_within
 from sparsesam.wrapper import PerturbedParam, PerturbedParams
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -222,10 +222,8 @@ class FriendlySAM(SharpnessAware):
         decay: float = 0.9,
         **options: Any,
     ) -> None:
-        if not is_finite(sigma, 0):
-            raise ValueError(f"sigma must be a finite number of at least 0, got {sigma}; 0 is SAM, 1 is usual")
-        if not is_within(decay, 0, 1):
-            raise ValueError(f"decay must be in [0, 1], got {decay}; 0.9 is usual")
+        check_number("sigma", sigma, "0 is SAM, 1 is usual")
+        check_number("decay", decay, "0.9 is usual", most=1)
         self.sigma, self.decay = sigma, decay
         super().__init__(base, model, rho, **options)
 
@@ -246,14 +244,11 @@ class FriendlySAM(SharpnessAware):
             mask = step.masks[name]
             if mask is not None and self.options.norm == "masked":  # gradients outside of it may not be computed
                 gradient = gradient.masked_fill(~mask.unpack(gradient.device), 0.0)
-            if is_first:
-                average[name] = gradient.clone()
-                continue
             # The model's dtype may have changed since.
-            own = average[name] = average[name].to(gradient) if name in average else torch.zeros_like(gradient)
+            own = average[name].to(gradient) if name in average else torch.zeros_like(gradient)
             if isinstance(norm, Tensor):  # on a device, where a gradient that is not finite is not known here
                 gradient = torch.where(is_usable(norm).to(own.device), gradient, own)
-            own.lerp_(gradient, 1 - self.decay)
+            average[name] = gradient.clone() if is_first else own.lerp_(gradient, 1 - self.decay)
 
     def _gradients(self, params: PerturbedParams) -> dict[str, Tensor]:
         """Returns this rank's parts of the gradients, as dense tensors."""
@@ -285,8 +280,7 @@ class ZSharp(SharpnessAware):
     def __init__(
         self, base: Optimizer, model: nn.Module, rho: float = 0.05, *, quantile: float = 0.95, **options: Any
     ) -> None:
-        if not is_within(quantile, 0, 1):
-            raise ValueError(f"quantile must be in [0, 1], got {quantile}; 0 is SAM, 0.95 is usual")
+        check_number("quantile", quantile, "0 is SAM, 0.95 is usual", most=1)
         self.quantile = quantile
         super().__init__(base, model, rho, **options)
 
@@ -418,8 +412,7 @@ class GSAM(TwoGradients):
     def __init__(
         self, base: Optimizer, model: nn.Module, rho: float = 0.05, *, alpha: float = 0.4, **options: Any
     ) -> None:
-        if not is_finite(alpha, 0):
-            raise ValueError(f"alpha must be a finite number of at least 0, got {alpha}; 0 is SAM, 0.4 is usual")
+        check_number("alpha", alpha, "0 is SAM, 0.4 is usual")
         self.alpha = alpha
         super().__init__(base, model, rho, **options)
 
@@ -532,8 +525,7 @@ class LookSAM(TwoGradients):
         alpha: float = 0.7,
         **options: Any,
     ) -> None:
-        if not is_finite(alpha, 0):
-            raise ValueError(f"alpha must be a finite number of at least 0, got {alpha}; 0.7 is usual")
+        check_number("alpha", alpha, "0.7 is usual")
         self.alpha = alpha
         super().__init__(base, model, rho, every=every, **options)
 

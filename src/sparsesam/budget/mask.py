@@ -16,7 +16,7 @@ from sparsesam.budget.costs import Floats, StepCosts, step_costs
 from sparsesam.masks.fisher import LossFn, ModelLoss
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.scores import Fisher, Score, ScoreContext
-from sparsesam.utils.checks import NonFiniteScoreError, check_choice, is_finite
+from sparsesam.utils.checks import NonFiniteScoreError, check_choice, check_number
 
 BudgetUnit = Literal["tensor", "filter"]
 #: The cost of perturbing from a parameter on, and by later parameter the added cost of 0, 1, 2, … of its units.
@@ -44,11 +44,7 @@ class BudgetMask(MaskRule):
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(BudgetUnit))
-        if not is_finite(self.budget, 1):
-            raise ValueError(
-                f"budget must be a finite number of at least 1, got {self.budget}; it is the cost of a step relative "
-                "to the base optimizer's, SAM's is about 2"
-            )
+        check_number("budget", self.budget, "it counts steps of the base optimizer, SAM's costs about 2", least=1)
         weights = {name: shape for name, shape in self.costs.shapes.items() if len(shape) > 1}
         least = _least(self._frontiers(self.costs.shapes), weights)
         if weights and least > self._allowance:

@@ -188,45 +188,28 @@ def _whole_part(shape: torch.Size, counts: bool = True) -> ShardLayout:
     return ShardLayout(shape, tuple(torch.arange(size) for size in shape), counts)
 
 
-def _part(parameter: Any, mesh: DeviceMesh) -> ShardLayout:
+def _part(parameter: Any, mesh: Any) -> ShardLayout:
     if not is_sharded(parameter):
-        return _whole_part(parameter.shape, all(place == 0 for place in _coordinate(mesh)))
+        return _whole_part(parameter.shape, not any(mesh.get_coordinate()))
     indices = [torch.arange(size) for size in parameter.shape]
-    own: DeviceMesh = parameter.device_mesh
-    counts = _is_first_copy(own, mesh)
-    for dim, (placement, place) in enumerate(zip(parameter.placements, _coordinate(own), strict=True)):
+    own = parameter.device_mesh
+    # Of the dimensions of the mesh that the parameter's own mesh lacks, it is replicated over.
+    places = torch.isin(mesh.mesh, own.mesh).nonzero()
+    is_lacking = (places.amax(0) == places.amin(0)).tolist()
+    counts = not any(place and lacks for place, lacks in zip(mesh.get_coordinate(), is_lacking, strict=True))
+    for dim, (placement, place) in enumerate(zip(parameter.placements, own.get_coordinate(), strict=True)):
         if placement.is_replicate():
             counts &= place == 0
             continue
         # A strided shard (FSDP2 of a tensor-parallel parameter) takes its piece of each of several chunks.
         pieces = getattr(placement, "split_factor", 1)
-        index = indices[placement.dim]
-        chunks = [_chunk(chunk, own.size(dim), place) for chunk in index.chunk(pieces)]
-        indices[placement.dim] = torch.cat(chunks)
-    held, found = tuple(parameter.to_local().shape), tuple(len(index) for index in indices)
-    if held != found:
+        chunks = indices[placement.dim].chunk(pieces)
+        lengths = [math.ceil(len(chunk) / own.size(dim)) for chunk in chunks]
+        held = [chunk[place * length :][:length] for chunk, length in zip(chunks, lengths, strict=True)]
+        indices[placement.dim] = torch.cat(held)
+    if (found := parameter.to_local().shape) != (expected := tuple(map(len, indices))):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is laid out as {parameter.placements}, which is not "
-            f"supported: this rank holds {held} of it, not {found}; shard it by fully_shard or parallelize_module"
+            f"supported: this rank holds {tuple(found)} of it, not {expected}; use fully_shard or parallelize_module"
         )
     return ShardLayout(parameter.shape, tuple(indices), counts)
-
-
-def _chunk(index: Tensor, ranks: int, place: int) -> Tensor:
-    chunks = index.chunk(ranks)
-    return chunks[place] if place < len(chunks) else index[:0]
-
-
-def _coordinate(mesh: DeviceMesh) -> list[int]:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return list(coordinate)
-
-
-def _is_first_copy(own: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """Whether this rank is at 0 in the dimensions of the large mesh that a parameter's own mesh lacks."""
-    if own.size() == mesh.size():
-        return True
-    places = torch.isin(mesh.mesh, own.mesh).nonzero()
-    fixed = places.amax(0) == places.amin(0)
-    return all(place == 0 or not bool(stays) for place, stays in zip(_coordinate(mesh), fixed, strict=True))

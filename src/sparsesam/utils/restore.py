@@ -77,19 +77,13 @@ def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: boo
             stack.callback(setattr, module, "training", module.training)
             # Not eval(): some modules change their weights there (merged adapters).
             module.training = module.training and not evaluate
+            for name, buffer in module._buffers.items():
+                stack.callback(operator.setitem, module._buffers, name, buffer)
         for parameter in model.parameters() if freeze else ():
             stack.callback(parameter.requires_grad_, parameter.requires_grad)
             parameter.requires_grad_(False)
-        buffers = [
-            (module._buffers, name, buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
         # Graphs that saved a buffer stay valid if its version is not raised.
-        stack.callback(Snapshot(buffer.data for *_, buffer in buffers).restore)
-        for holder, name, buffer in buffers:
-            stack.callback(operator.setitem, holder, name, buffer)
+        stack.callback(Snapshot(buffer.data for buffer in model.buffers()).restore)
         yield
 
 

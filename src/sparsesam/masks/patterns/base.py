@@ -9,7 +9,7 @@ import torch
 
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.select import BoolMasks, Tensors, Unit, count_true, random_scores, top_mask
-from sparsesam.utils.checks import check_bool, is_within
+from sparsesam.utils.checks import check_bool, check_number
 
 
 class Pattern:
@@ -35,8 +35,7 @@ class Pattern:
         given = implied if sparsity is None else sparsity
         if given is None:
             raise ValueError(f"sparsity must be given with {self}, got None; 0.5 perturbs half of the weights")
-        if not is_within(given, 0, 1):
-            raise ValueError(f"sparsity must be in [0, 1], got {given}; 0 perturbs every weight, 1 none")
+        check_number("sparsity", given, "0 perturbs every weight, 1 none", most=1)
         if implied is not None and not math.isclose(given, implied, abs_tol=1e-9):
             raise ValueError(
                 f"sparsity must be left out with {self}, which implies {implied:g}, got {given}; change n and m to "
@@ -82,8 +81,7 @@ class Pattern:
             shards: which part of the tensors this rank holds; all of them by default.
         """
         sparsity, shards = self.check_sparsity(sparsity), shards or Shards.whole(masks)
-        if not is_within(ratio, 0, 1):
-            raise ValueError(f"ratio must be in [0, 1], got {ratio}; 0 keeps the mask, 1 drops all of it")
+        check_number("ratio", ratio, "0 keeps the mask, 1 drops all of it", most=1)
         check_bool("masks", masks)
         for label, scores in (("keep", keep), ("grow", grow)):
             if not isinstance(scores, torch.Generator):
