@@ -402,17 +402,20 @@ def test_combined_gradients_must_be_dense():
 # ---- the momentum of the base --------------------------------------------------------------------------------
 
 
-def test_base_with_momentum_zero_raises_at_construction():
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        sparsesam.MomentumSAM,
+        method(sparsesam.ExtrapolatedSAM, mask=sparsesam.dynamic_mask(sparsity=0.5, refresh=2)),
+    ],
+)
+def test_base_without_momentum_raises_at_construction_or_in_step(wrap):
     model = cases.mlp()
     with pytest.raises(ValueError, match="base must have a momentum, got SGD with momentum=0"):
-        sparsesam.MomentumSAM(cases.sgd(model, momentum=0), model)
-
-
-def test_base_without_momentum_state_raises_in_step():
-    model = cases.mlp()
-    opt = sparsesam.MomentumSAM(torch.optim.Adagrad(model.parameters()), model)
-    with pytest.raises(ValueError, match="Adagrad keeps only step, sum"):
-        train(model, opt, range(1))
+        wrap(cases.sgd(model, momentum=0), model)
+    opt = wrap(torch.optim.Adagrad(model.parameters()), model)
+    with pytest.raises(ValueError, match="base must have a momentum, but Adagrad keeps only step, sum"):
+        train(model, opt, range(2))
 
 
 def test_mask_scored_by_momentum_waits_for_it():

@@ -114,16 +114,8 @@ class Shards:
     """
 
     def __init__(self, parts: Mapping[str, ShardLayout], mesh: DeviceMesh | None) -> None:
-        self.parts, self._mesh = dict(parts), mesh
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        assert self._mesh is not None, "whole tensors are on no mesh"
-        return self._mesh
-
-    @property
-    def is_whole(self) -> bool:
-        return self._mesh is None
+        self.parts = dict(parts)
+        self.mesh: Any = mesh
 
     @classmethod
     def whole(cls, tensors: Mapping[str, Tensor]) -> Shards:
@@ -140,7 +132,7 @@ class Shards:
         return cls({name: _part(parameter, mesh) for name, parameter in parameters.items()}, mesh)
 
     def only(self, name: str) -> Shards:
-        return Shards({name: self.parts[name]}, self._mesh)
+        return Shards({name: self.parts[name]}, self.mesh)
 
     @property
     def total(self) -> int:
@@ -153,7 +145,7 @@ class Shards:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Returns the sum of the tensor over all ranks, on its device."""
-        if self._mesh is None:
+        if self.mesh is None:
             return tensor
         total = tensor.to(self.mesh.device_type, copy=True)
         for dim in range(self.mesh.ndim):

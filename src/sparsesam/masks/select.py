@@ -115,7 +115,7 @@ def kth_largest(vectors: Tensors, allowed: Tensors, k: int, shards: Shards) -> f
 
     The entries are float32, float64, or non-negative int64.
     """
-    if shards.is_whole and all(vector.device.type == "cpu" for vector in vectors.values()):
+    if shards.mesh is None and all(vector.device.type == "cpu" for vector in vectors.values()):
         # np.compress is several times faster than vector[mask].
         entries = np.concatenate([np.compress(allowed[name].numpy(), v.numpy()) for name, v in vectors.items()])
         entries.partition(len(entries) - k)

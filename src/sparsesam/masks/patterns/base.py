@@ -25,8 +25,8 @@ class Pattern:
         return None
 
     @property
-    def _drawn_by(self) -> Unit | None:
-        """The units that get one random number each; None: every weight."""
+    def unit(self) -> Unit | None:
+        """The units that are kept or dropped as a whole, and drawn with one random number; None: every weight."""
         return None
 
     def check_sparsity(self, sparsity: float | None) -> float:
@@ -93,7 +93,7 @@ class Pattern:
         """Returns the scores, or random ones that are the same within a unit."""
         if not isinstance(scores, torch.Generator):
             return scores
-        return random_scores(like, generator=scores, unit=self._drawn_by, shards=shards)
+        return random_scores(like, generator=scores, unit=self.unit, shards=shards)
 
     def _grow(self, scores: Tensors, first: Tensors | None, sparsity: float, shards: Shards) -> BoolMasks:
         """Returns the best allowed masks that contain ``first``; may modify ``first``."""
@@ -144,8 +144,9 @@ class PerLayer(Pattern):
         return self.inner.implied_sparsity
 
     @property
-    def _drawn_by(self) -> Unit | None:
-        return self.inner._drawn_by
+    def unit(self) -> Unit | None:
+        """The units of the inner pattern."""
+        return self.inner.unit
 
     def _grow(self, scores: Tensors, first: Tensors | None, sparsity: float, shards: Shards) -> BoolMasks:
         masks: BoolMasks = {}

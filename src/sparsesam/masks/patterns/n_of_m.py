@@ -58,7 +58,8 @@ class NM(Pattern):
         return 1 - self.n / self.m
 
     @property
-    def _drawn_by(self) -> Unit | None:
+    def unit(self) -> Unit | None:
+        """Filters with ``axis="filters"``."""
         return "filter" if self.axis == "filters" else None
 
     def _grow(self, scores: Tensors, first: Tensors | None, sparsity: float, shards: Shards) -> BoolMasks:

@@ -37,10 +37,6 @@ class Structured(Pattern):
         check_choice("unit", self.unit, get_args(Unit))
         check_choice("rounding", self.rounding, ("below", "reach"))
 
-    @property
-    def _drawn_by(self) -> Unit:
-        return self.unit
-
     def _drop(self, keep: Tensors, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         if self.rounding == "reach":  # masks may exceed the budget
             return replace(self, rounding="below")._drop(keep, masks, 0.0, ratio, shards)
