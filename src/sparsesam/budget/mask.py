@@ -74,9 +74,10 @@ class BudgetMask(MaskRule):
         if self.costs.step(masks) <= self.budget:
             return masks
         counts = {name: self._unit_count(name) for name in masks}
-        squares = {name: context.gradient(name).square() for name in masks}
-        scores = unit_sums(squares if self.score is None else self.score(context), counts)
-        chosen = best_units(self._frontiers(context.parameters), scores, self._allowance)
+        scores = (
+            {name: context.gradient(name).square() for name in masks} if self.score is None else self.score(context)
+        )
+        chosen = best_units(self._frontiers(context.parameters), unit_sums(scores, counts), self._allowance)
         for name, mask in masks.items():
             mask.zero_().view(counts[name], -1)[chosen.get(name, [])] = True
         return masks
@@ -116,8 +117,8 @@ class BudgetMask(MaskRule):
 
 def _least(frontiers: Sequence[Frontier], names: Mapping[str, Any]) -> float:
     """Returns the cost of perturbing the cheapest unit of these parameters."""
-    priced = [(fixed, items[name]) for fixed, items in frontiers for name in items.keys() & names.keys()]
-    return min((fixed + float(item[1:].min()) for fixed, item in priced), default=math.inf)
+    first = [fixed + float(items[name][1]) for fixed, items in frontiers for name in items.keys() & names.keys()]
+    return min(first, default=math.inf)
 
 
 def unit_sums(scores: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Floats]:

@@ -34,8 +34,6 @@ def top_mask(scores: Tensors, count: int, *, among: Tensors | None = None, shard
     """
     shards = shards or Shards.whole(scores)
     check_scores(scores, shards)
-    if count < 0:
-        raise ValueError(f"count must be at least 0, got {count}; 0 chooses nothing")
     wide = any(score.dtype == torch.float64 for score in scores.values())
     values = {name: s.detach().reshape(-1).to(torch.float64 if wide else torch.float32) for name, s in scores.items()}
     chosen = {name: value > -math.inf for name, value in values.items()}
