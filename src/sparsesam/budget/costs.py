@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from sparsesam.distributed.ddp import unwrap
@@ -272,5 +272,9 @@ def _storages(*trees: Any) -> dict[int, Tensor]:
     return {operators.storage_of(tensor): tensor for tensor in tensors_in(trees) if operators.has_storage(tensor)}
 
 
-def tensors_in(trees: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors in tuples, lists and dictionaries, in order; torch's pytrees know only registered kinds."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]

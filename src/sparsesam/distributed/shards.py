@@ -185,7 +185,7 @@ def _part(parameter: Any, mesh: Any) -> ShardLayout:
         return _whole_part(parameter.shape, not any(mesh.get_coordinate()))
     indices = [torch.arange(size) for size in parameter.shape]
     own = parameter.device_mesh
-    # Of the dimensions of the mesh that the parameter's own mesh lacks, it is replicated over.
+    # Over the dimensions of the mesh that its own mesh lacks, the parameter is replicated.
     places = torch.isin(mesh.mesh, own.mesh).nonzero()
     is_lacking = (places.amax(0) == places.amin(0)).tolist()
     counts = not any(place and lacks for place, lacks in zip(mesh.get_coordinate(), is_lacking, strict=True))
@@ -196,12 +196,16 @@ def _part(parameter: Any, mesh: Any) -> ShardLayout:
         # A strided shard (FSDP2 of a tensor-parallel parameter) takes its piece of each of several chunks.
         pieces = getattr(placement, "split_factor", 1)
         chunks = indices[placement.dim].chunk(pieces)
-        lengths = [math.ceil(len(chunk) / own.size(dim)) for chunk in chunks]
-        held = [chunk[place * length :][:length] for chunk, length in zip(chunks, lengths, strict=True)]
-        indices[placement.dim] = torch.cat(held)
+        indices[placement.dim] = torch.cat([_piece(chunk, own.size(dim), place) for chunk in chunks])
     if (found := parameter.to_local().shape) != (expected := tuple(map(len, indices))):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is laid out as {parameter.placements}, which is not "
             f"supported: this rank holds {tuple(found)} of it, not {expected}; use fully_shard or parallelize_module"
         )
     return ShardLayout(parameter.shape, tuple(indices), counts)
+
+
+def _piece(index: Tensor, ranks: int, place: int) -> Tensor:
+    """Returns what torch.chunk gives to one of the ranks; the last ones may get nothing."""
+    size = math.ceil(len(index) / ranks)
+    return index[place * size : (place + 1) * size]

@@ -83,7 +83,8 @@ class FixedMask(MaskRule):
             if not matching:
                 raise ValueError(f"names has {pattern!r}, which matches no {_PERTURBED}; {nearest(pattern, names)}")
             whole |= matching
-        uniform = {name: torch.tensor(p in whole).expand(p.shape) for name, p in context.parameters.items()}
+        flags = {name: torch.tensor(p in whole, device="cpu") for name, p in context.parameters.items()}
+        uniform = {name: flag.expand(context.parameters[name].shape) for name, flag in flags.items()}
         parts = (context.shards or Shards.whole(uniform)).parts
         return {name: parts[name].of(mask) for name, mask in {**uniform, **self.masks}.items()}
 

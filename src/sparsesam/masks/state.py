@@ -118,7 +118,7 @@ class MaskState:
     def _hold(self, masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor], shards: Shards | None) -> None:
         self.masks = {name: mask.placed(parameters[name].device) for name, mask in masks.items()}
         shards = shards or Shards.whole(parameters)
-        counts = shards.sum_of(*(mask.count * shards.parts[name].counts for name, mask in masks.items()))
+        counts = shards.sum_of(*(mask.count if shards.parts[name].counts else 0 for name, mask in masks.items()))
         self.kept, self._total = dict(zip(masks, counts, strict=True)), shards.total
 
     def state_dict(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
