@@ -326,17 +326,18 @@ def test_scaler_is_refused_where_its_scale_would_stay(name, in_two_phases):
 @pytest.mark.parametrize(
     "name", [name for name in METHODS if name not in ("momentum", "extrapolation", "three ascents")]
 )
-def test_gradient_at_w_that_is_not_finite_does_not_poison_the_run(name, implementation):
+@pytest.mark.parametrize("before", [0, 3])
+def test_gradient_at_w_that_is_not_finite_does_not_poison_the_run(name, implementation, before):
     with cases.moved_as_on(implementation):
         model = cases.mlp()
         opt = make(name, model)
-        train(model, opt, range(3))
+        train(model, opt, range(before))
         x, y = cases.vectors()
         factors = iter([math.inf, 1.0])
         with pytest.warns(RuntimeWarning) if implementation == "host" else nullcontext():
             opt.minimize(lambda: F.cross_entropy(model(x), y) * next(factors))
-        assert (opt.skipped_ascents, opt.skipped_steps) == (1, 0)
         train(model, opt, range(3, 6))
+        assert (opt.skipped_ascents, opt.skipped_steps) == (1, 0)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
