@@ -33,21 +33,6 @@ def one_pass(opt, model):
 # ---- where the gradient is taken ---------------------------------------------------------------------------------
 
 
-def test_one_step_ahead_of_heavy_ball_is_nesterov():
-    """w + mu (w - w_before) is where Nesterov's method takes its gradient."""
-    model, _ = made(0.9, steps=5)
-    twin = cases.mlp()
-    naive = oracles.Naive(twin, None, None, "full")
-    before, velocity = naive.w, torch.zeros_like(naive.w)
-    for seed in range(5):
-        naive.x, naive.y = cases.vectors(seed=seed)
-        here = naive.w
-        velocity = 0.9 * velocity + naive.gradient(here + 0.9 * (here - before))
-        naive.set(here - 0.1 * velocity)
-        before = here
-    cases.assert_close(model, twin)
-
-
 def test_adaptive_groups_do_not_change_the_way_ahead():
     model, twin = cases.mlp(), cases.mlp()
     groups = [{"params": twin.parameters(), "adaptive": True}]
@@ -145,15 +130,3 @@ def test_change_of_dtype(pattern, then):
     then(opt)
     cases.train(model, opt, range(2))
     assert opt.steps == 3
-
-
-# ---- errors ------------------------------------------------------------------------------------------------------
-
-
-def test_gradient_mask_needs_base_with_momentum():
-    model, rule = cases.mlp(), sparsesam.dynamic_mask(sparsity=0.5, refresh=2)
-    opt = sparsesam.ExtrapolatedSAM(torch.optim.Adagrad(model.parameters()), model, 0.025, mask=rule)
-    with pytest.raises(ValueError, match="base must have a momentum"):
-        cases.train(model, opt, range(2))
-    with pytest.raises(ValueError, match="base must have a momentum, got SGD with momentum=0"):
-        sparsesam.ExtrapolatedSAM(cases.sgd(model, momentum=0), model, 0.025, mask=rule)

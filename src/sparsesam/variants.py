@@ -11,7 +11,8 @@
 | `WSAM`            | the update: sharpness with a weight of its own                         | 2             |
 | `LookSAM`         | the update: between SAM's steps, a part of the last SAM gradient again | 2, 1 between  |
 
-Arguments that are not listed are those of `SharpnessAware`: every method takes masks, schedules, checkpoints.
+Arguments that are not listed are those of `SharpnessAware`: every method takes masks, schedules, checkpoints. What each
+costs, and which options do not go together (they raise an error), is in docs/methods.md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sparsesam.masks.packed import PackedMask
 from sparsesam.perturbation import Norm, Target, is_usable
 from sparsesam.sam import SharpnessAware
 from sparsesam.schedules import RhoSchedule
-from sparsesam.utils.checks import is_finite, is_within
+from sparsesam.utils.checks import check_number, is_within
 from sparsesam.wrapper import PerturbedParam, PerturbedParams
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -81,7 +82,7 @@ class MomentumSAM(OnePass):
     v is the momentum buffer of the base: an average of gradients, so that the perturbation goes in the direction of the
     next steps. For Adam and its variants it is the first moment, not divided by the root of the second. The returned
     loss and the running statistics are those at w + e. It needs a rho about five times larger than SAM's. The weights
-    are back at w after every step, which is not so in the authors' code. Options of a first pass raise an error.
+    are back at w after every step, which is not so in the authors' code.
 
     Examples:
         >>> opt = sparsesam.MomentumSAM(base, model, rho=0.25)
@@ -105,8 +106,8 @@ class ExtrapolatedSAM(OnePass):
     There is no norm, and the base optimizer's state is not used: e shrinks with the learning rate. The factor 200 makes
     the best rho that of SAM, within a factor of two on ten of thirteen tasks (docs/study.md). The first
     step, and a step after one that a GradScaler skipped, is a plain step of the base. The returned loss and the running
-    statistics are those at w + e, which becomes w as the learning rate decays. It needs as much memory as SAM, 4 bytes
-    per weight of a perturbed tensor. docs/one-pass.md has related work. It takes no other options than these:
+    statistics are those at w + e, which becomes w as the learning rate decays. docs/one-pass.md has related work. It
+    takes no other options than these:
 
     Args:
         rho: the strength. Networks without batch normalization do not train with much more than 0.1; 0.005 looks one
@@ -176,8 +177,9 @@ class ExtrapolatedSAM(OnePass):
         self.own.tensors["back"] = dict(zip([target.name for target in tracked], back, strict=True))
 
     def _tracked(self, step: Step) -> list[Target]:
-        targets = (self.target(step, p, p.parameter) for p in step.params)
-        return [target for target in targets if target.mask is None or not target.mask.is_empty]
+        """Returns the tensors of which a weight is perturbed, on any rank: it may be another after the next refresh."""
+        kept = self.own.masks.kept
+        return [self.target(step, p, p.parameter) for p in step.params if kept.get(p.name) != 0]
 
 
 # ---- two passes, another direction ---------------------------------------------------------------------------
@@ -191,9 +193,8 @@ class FriendlySAM(SharpnessAware):
 
     a is a moving average of the gradients g at w, an estimate of the gradient of the whole data set. It starts as the
     first g, and the first step is SAM's. As in the authors' code and in pytorch-optimizer, d has the average before the
-    step; the paper's has the one that includes g, which for sigma = 1 is the same direction. rho is SAM's, usually 0.05
-    to 0.2. sigma = 0 is SAM. It needs another 4 bytes per parameter of a perturbed tensor. It does not go with a
-    GradScaler, several ascent steps, ``ascent_scope="local"``, or implicit ascents.
+    step; the paper's has the one that includes g, which for sigma = 1 is the same direction. rho is SAM's. sigma = 0 is
+    SAM.
 
     Args:
         sigma: how much of the average is subtracted.
@@ -222,10 +223,8 @@ class FriendlySAM(SharpnessAware):
         decay: float = 0.9,
         **options: Any,
     ) -> None:
-        if not is_finite(sigma, 0):
-            raise ValueError(f"sigma must be a finite number of at least 0, got {sigma}; 0 is SAM, 1 is usual")
-        if not is_within(decay, 0, 1):
-            raise ValueError(f"decay must be in [0, 1], got {decay}; 0.9 is usual")
+        check_number("sigma", sigma, "0 is SAM, 1 is usual")
+        check_number("decay", decay, "0.9 is usual", most=1)
         self.sigma, self.decay = sigma, decay
         super().__init__(base, model, rho, **options)
 
@@ -246,14 +245,11 @@ class FriendlySAM(SharpnessAware):
             mask = step.masks[name]
             if mask is not None and self.options.norm == "masked":  # gradients outside of it may not be computed
                 gradient = gradient.masked_fill(~mask.unpack(gradient.device), 0.0)
-            if is_first:
-                average[name] = gradient.clone()
-                continue
             # The model's dtype may have changed since.
-            own = average[name] = average[name].to(gradient) if name in average else torch.zeros_like(gradient)
+            own = average[name].to(gradient) if name in average else torch.zeros_like(gradient)
             if isinstance(norm, Tensor):  # on a device, where a gradient that is not finite is not known here
                 gradient = torch.where(is_usable(norm).to(own.device), gradient, own)
-            own.lerp_(gradient, 1 - self.decay)
+            average[name] = gradient.clone() if is_first else own.lerp_(gradient, 1 - self.decay)
 
     def _gradients(self, params: PerturbedParams) -> dict[str, Tensor]:
         """Returns this rank's parts of the gradients, as dense tensors."""
@@ -269,7 +265,7 @@ class ZSharp(SharpnessAware):
     Mean, deviation and quantile are those of a whole parameter tensor in this step, whatever the mask m keeps; within a
     tensor the deviation changes no order, and is not computed. rho is SAM's. quantile = 0 is SAM. `sparsity` is that of
     the mask. Every gradient is computed, so nothing is left out of the first backward; with sharded parameters,
-    gradients are gathered tensor by tensor. It does not go with implicit ascents.
+    gradients are gathered tensor by tensor.
 
     Args:
         quantile: the share of entries of each tensor that is not perturbed; the paper's percentile is 0.95.
@@ -285,8 +281,7 @@ class ZSharp(SharpnessAware):
     def __init__(
         self, base: Optimizer, model: nn.Module, rho: float = 0.05, *, quantile: float = 0.95, **options: Any
     ) -> None:
-        if not is_within(quantile, 0, 1):
-            raise ValueError(f"quantile must be in [0, 1], got {quantile}; 0 is SAM, 0.95 is usual")
+        check_number("quantile", quantile, "0 is SAM, 0.95 is usual", most=1)
         self.quantile = quantile
         super().__init__(base, model, rho, **options)
 
@@ -318,7 +313,7 @@ class ESAM(SharpnessAware):
     takes no part in the norm, as in the authors' code; with ``norm="full"``, it is ||g|| and nothing is left out. With
     a mask, the drawn tensors are perturbed where it is 1; `masks` and `sparsity` are those of the mask alone. rho is
     SAM's. beta = 1 is SAM. ESAM's second part, its selection of the samples whose loss rises most, is left out: the
-    second pass sees the whole batch. It does not go with implicit ascents.
+    second pass sees the whole batch.
 
     Args:
         beta: the probability of a tensor to be perturbed, in (0, 1].
@@ -369,7 +364,7 @@ def _empty_mask(shape: torch.Size) -> PackedMask:
 
 
 class TwoGradients(SharpnessAware):
-    """Base class of methods that combine the gradients g at w and s at w + e; nothing is left out of the first."""
+    """Base class of methods that combine the gradients g at w and s at w + e; a mask leaves out none of the first."""
 
     needs_every_gradient = True
     refused = {  # noqa: RUF012
@@ -400,11 +395,8 @@ class GSAM(TwoGradients):
 
         s - alpha * g_orthogonal,    g_orthogonal = g - (g·s / ||s||²) s
 
-    g is the gradient at w, s that at w + e. rho is SAM's; in the paper it falls with the learning rate:
-    ``rho_schedule=FollowLearningRate(base, max_lr=…)``. alpha = 0 is SAM. pytorch-optimizer's computes the same; with
-    several ranks it splits each rank's own gradient, where this one splits the gradient that all ranks use. Every
-    gradient at w is needed, so a mask leaves nothing out of the first backward, and ``ascent_fraction``,
-    ``ascent_scope="local"`` and implicit ascents raise an error.
+    g is the gradient at w, s that at w + e, both averaged over all ranks. rho is SAM's; in the paper it falls with the
+    learning rate: ``rho_schedule=FollowLearningRate(base, max_lr=…)``. alpha = 0 is SAM.
 
     Args:
         alpha: the weight of the part of g that is orthogonal to s; 0.4 is usual.
@@ -418,8 +410,7 @@ class GSAM(TwoGradients):
     def __init__(
         self, base: Optimizer, model: nn.Module, rho: float = 0.05, *, alpha: float = 0.4, **options: Any
     ) -> None:
-        if not is_finite(alpha, 0):
-            raise ValueError(f"alpha must be a finite number of at least 0, got {alpha}; 0 is SAM, 0.4 is usual")
+        check_number("alpha", alpha, "0 is SAM, 0.4 is usual")
         self.alpha = alpha
         super().__init__(base, model, rho, **options)
 
@@ -442,11 +433,9 @@ class WSAM(TwoGradients):
 
     With ``decouple`` the base optimizer sees only the gradient g at w, and w moves by -lr * gamma / (1 - gamma) *
     (s - g) after its update, with s the gradient at w + e: the sharpness term enters neither momentum nor the base's
-    scaling. gamma = 0.5 without ``decouple`` is SAM, gamma = 0 the base optimizer. pytorch-optimizer's computes the
-    same in one process. rho is SAM's.
+    scaling. gamma = 0.5 without ``decouple`` is SAM, gamma = 0 the base optimizer. rho is SAM's.
 
-    A GradScaler would scale the decoupled term, which the base optimizer does not see: it needs ``decouple=False``.
-    What clips the gradient sees g alone, too. Every gradient at w is needed, as in `GSAM`, which lists what is refused.
+    What clips the gradient, or scales it, sees g alone with ``decouple``: a GradScaler needs ``decouple=False``.
 
     Args:
         gamma: the weight, in [0, 1).
@@ -503,13 +492,11 @@ class LookSAM(TwoGradients):
         g + alpha * ||g|| / ||v|| * v,    v = s - (s·g / ||g||²) g
 
     v is the part of SAM's gradient s that is orthogonal to the gradient g at w in the last step of SAM; it changes
-    slowly. k = ``every``; 1 is SAM, alpha = 0 is SAM in every k-th step. rho is SAM's. It needs another 4 bytes per
-    parameter.
+    slowly. k = ``every``; 1 is SAM, alpha = 0 is SAM in every k-th step. rho is SAM's.
 
-    As in the paper, v is projected and scaled over all parameters together; pytorch-optimizer's does so in each tensor,
-    and calls the closure twice in every step. In the manner of the paper's Look-LayerSAM, ``radius="layer",
-    adaptive="layer"`` has e = rho * ||w|| * g / ||g|| in each weight tensor, and rho * g / ||g|| in each bias. Every
-    gradient at w is needed, as in `GSAM`, which lists what is refused.
+    As in the paper, v is projected and scaled over all parameters together. In the manner of the paper's Look-LayerSAM,
+    ``radius="layer", adaptive="layer"`` has e = rho * ||w|| * g / ||g|| in each weight tensor, and rho * g / ||g|| in
+    each bias.
 
     Args:
         every: k, the steps from one step of SAM to the next; 5 or 10 are usual.
@@ -532,8 +519,7 @@ class LookSAM(TwoGradients):
         alpha: float = 0.7,
         **options: Any,
     ) -> None:
-        if not is_finite(alpha, 0):
-            raise ValueError(f"alpha must be a finite number of at least 0, got {alpha}; 0.7 is usual")
+        check_number("alpha", alpha, "0.7 is usual")
         self.alpha = alpha
         super().__init__(base, model, rho, every=every, **options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
+from functools import partial
 
 import torch
 from torch import nn
@@ -33,46 +33,37 @@ def dynamic(**options):
 
 
 RULES = {
-    "sam": lambda: None,
-    "fisher": lambda: fisher(sparsity=0.5),
-    "dynamic": lambda: dynamic(sparsity=0.5),
-    "random": lambda: sparsesam.random_mask(sparsity=0.7, refresh=3),
-    "fixed": lambda: sparsesam.fixed_mask(cases.half_masks(network())),
-    "fixed layers": lambda: sparsesam.fixed_mask("5.*"),
-    "fisher filter": lambda: fisher(sparsity=0.5, pattern="filter"),
-    "dynamic filter": lambda: dynamic(sparsity=0.5, pattern="filter"),
-    "fisher 2:4": lambda: fisher(pattern="2:4"),
-    "dynamic 2:4": lambda: dynamic(pattern="2:4"),
+    "fisher": fisher(sparsity=0.5),
+    "dynamic": dynamic(sparsity=0.5),
+    "random": sparsesam.random_mask(sparsity=0.7, refresh=3),
+    "fixed": sparsesam.fixed_mask(cases.half_masks(network())),
+    "fixed layers": sparsesam.fixed_mask("5.*"),
+    "fisher filter": fisher(sparsity=0.5, pattern="filter"),
+    "dynamic filter": dynamic(sparsity=0.5, pattern="filter"),
+    "fisher 2:4": fisher(pattern="2:4"),
+    "dynamic 2:4": dynamic(pattern="2:4"),
 }
-
+MASKS = {"sam": partial(sparsesam.SAM, rho=0.1)}
+MASKS |= {name: partial(sparsesam.SSAM, rho=0.1, mask=rule) for name, rule in RULES.items()}
 METHODS = {
-    "MomentumSAM": lambda base, model, rho: sparsesam.MomentumSAM(base, model, 5 * rho),
-    "ExtrapolatedSAM": lambda base, model, rho: sparsesam.ExtrapolatedSAM(base, model, 0.025),
-    "ExtrapolatedSAM of a mask": lambda base, model, rho: sparsesam.ExtrapolatedSAM(
-        base, model, 0.025, mask=dynamic(sparsity=0.5)
-    ),
-    "GSAM": sparsesam.GSAM,
-    "WSAM": sparsesam.WSAM,
-    "LookSAM": functools.partial(sparsesam.LookSAM, every=3),
-    "FriendlySAM": sparsesam.FriendlySAM,
-    "FriendlySAM of a mask": lambda base, model, rho: sparsesam.FriendlySAM(
-        base, model, rho, mask=dynamic(sparsity=0.5), norm="masked"
-    ),
-    "ZSharp": functools.partial(sparsesam.ZSharp, quantile=0.8),
-    "ESAM": sparsesam.ESAM,
-    "two ascents": functools.partial(sparsesam.SAM, ascent_steps=2),
-    "layer radius": functools.partial(sparsesam.SAM, radius="layer", adaptive="layer"),
-    "element radius": lambda base, model, rho: sparsesam.SAM(base, model, rho / 10, radius="element"),
+    "MomentumSAM": partial(sparsesam.MomentumSAM, rho=0.5),
+    "ExtrapolatedSAM": partial(sparsesam.ExtrapolatedSAM, rho=0.025),
+    "ExtrapolatedSAM of a mask": partial(sparsesam.ExtrapolatedSAM, rho=0.025, mask=RULES["dynamic"]),
+    "GSAM": partial(sparsesam.GSAM, rho=0.1),
+    "WSAM": partial(sparsesam.WSAM, rho=0.1),
+    "LookSAM": partial(sparsesam.LookSAM, rho=0.1, every=3),
+    "FriendlySAM": partial(sparsesam.FriendlySAM, rho=0.1),
+    "FriendlySAM of a mask": partial(sparsesam.FriendlySAM, rho=0.1, mask=RULES["dynamic"], norm="masked"),
+    "ZSharp": partial(sparsesam.ZSharp, rho=0.1, quantile=0.8),
+    "ESAM": partial(sparsesam.ESAM, rho=0.1),
+    "two ascents": partial(sparsesam.SAM, rho=0.1, ascent_steps=2),
+    "layer radius": partial(sparsesam.SAM, rho=0.1, radius="layer", adaptive="layer"),
+    "element radius": partial(sparsesam.SAM, rho=0.01, radius="element"),
 }
 
 
 def optimizer(kind, model, *, base=cases.sgd, **options):
-    if kind in METHODS:
-        return METHODS[kind](base(model), model, 0.1, **options)
-    rule = RULES[kind]()
-    if rule is None:
-        return sparsesam.SAM(base(model), model, rho=0.1, **options)
-    return sparsesam.SSAM(base(model), model, rho=0.1, mask=rule, **options)
+    return {**MASKS, **METHODS}[kind](base(model), model, **options)
 
 
 def train(model, opt, share=(0, 1), steps=range(STEPS)):

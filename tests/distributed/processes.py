@@ -16,67 +16,45 @@ from torch import multiprocessing as mp
 
 from sparsesam import replay
 
-_worlds = {}
+_pools = {}
 
 
 def run_ranks(function, ranks, *arguments, timeout=240.0):
     """Call ``function(rank, *arguments)`` on every rank and return the results by rank; after an error, restart all."""
-    world = _worlds.pop(ranks, None) or World(ranks)
+    pools = _pools.pop(ranks, None) or started(ranks)
+    calls = [pool.apply_async(called, (rank, function, arguments)) for rank, pool in enumerate(pools)]
+    deadline = time.monotonic() + timeout
     try:
-        found = world.run(function, arguments, timeout)
+        while not all(call.ready() for call in calls):
+            for call in calls:
+                if call.ready():
+                    call.get()  # raises what the function raised: the other ranks may wait for this one
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{function.__name__} did not end within {timeout} s on {ranks} ranks")
+            time.sleep(0.02)
+        found = [torch.load(io.BytesIO(call.get()), weights_only=False) for call in calls]
     except BaseException:
-        world.end()
+        for pool in pools:
+            pool.terminate()
         raise
-    _worlds[ranks] = world
+    _pools[ranks] = pools
     return found
 
 
-class World:
-    def __init__(self, ranks):
-        context = mp.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(), "store")
-        self.pipes, self.processes = [], []
-        for rank in range(ranks):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, store, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(mine)
-            self.processes.append(process)
-
-    def run(self, function, arguments, timeout):
-        for pipe in self.pipes:
-            pipe.send((function, arguments))
-        found, deadline = {}, time.monotonic() + timeout
-        while len(found) < len(self.pipes):
-            for rank, pipe in enumerate(self.pipes):
-                if rank not in found and pipe.poll(0.02):
-                    error, found[rank] = pipe.recv()
-                    if error is not None:
-                        raise RuntimeError(f"{function.__name__} on rank {rank}:\n{error}")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{function.__name__} did not end within {timeout} s on {len(self.pipes)} ranks")
-        return [torch.load(io.BytesIO(found[rank]), weights_only=False) for rank in sorted(found)]
-
-    def end(self):
-        for process in self.processes:
-            process.kill()
+def started(ranks):
+    """A pool of one process for each rank."""
+    context, store = mp.get_context("spawn"), os.path.join(tempfile.mkdtemp(), "store")
+    return [context.Pool(1, connect, (rank, ranks, store)) for rank in range(ranks)]
 
 
-def _serve(rank, ranks, store, pipe):
+def connect(rank, ranks, store):
     torch.set_num_threads(1)
     replay.OPERATION = 0  # as in conftest.py
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    while True:
-        try:
-            function, arguments = pipe.recv()
-        except EOFError:  # the tests are over
-            os._exit(0)
-        pipe.send(_called(rank, function, arguments))
 
 
-def _called(rank, function, arguments):
+def called(rank, function, arguments):
     content = io.BytesIO()
     try:
         with warnings.catch_warnings():
@@ -86,6 +64,6 @@ def _called(rank, function, arguments):
             torch.save(function(rank, *arguments), content)
             dist.barrier()
     except BaseException:
-        return traceback.format_exc(), None
+        raise RuntimeError(f"{function.__name__} on rank {rank}:\n{traceback.format_exc()}") from None
     gc.collect()
-    return None, content.getvalue()
+    return content.getvalue()

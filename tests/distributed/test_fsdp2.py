@@ -17,8 +17,9 @@ from tests.distributed.processes import run_ranks
 pytestmark = [pytest.mark.xdist_group("ranks"), cases.needs_fsdp2_on_a_cpu]
 
 
-def sharded(model, ranks, **options):
-    mesh = init_device_mesh("cpu", (ranks,))
+def sharded(model, *ranks, **options):
+    """Over one number of ranks, or replicated over the first of two."""
+    mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("replicate", "shard")[-len(ranks) :])
     for layer in (model[0], model[2], model[5], model):
         fully_shard(layer, mesh=mesh, **options)
     return model

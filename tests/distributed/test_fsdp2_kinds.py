@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -35,14 +35,7 @@ PATTERNS = [
 
 
 def replicated_and_sharded(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-    def wrap(model):
-        for layer in (model[0], model[2], model[5], model):
-            fully_shard(layer, mesh=mesh)
-        return model
-
-    return equal_runs.steps_of_ranks(rank, RANKS, ["fisher"], wrap)["fisher"]
+    return equal_runs.steps_of_ranks(rank, RANKS, ["fisher"], lambda model: sharded(model, 2, 2))["fisher"]
 
 
 def batch_fisher(rank, ranks, wrap):

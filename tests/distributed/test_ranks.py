@@ -12,7 +12,7 @@ from tests.distributed.test_fsdp2 import sharded
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-KINDS = list(equal_runs.RULES)
+KINDS = list(equal_runs.MASKS)
 
 
 def equal_steps(rank, ranks, way, kinds):

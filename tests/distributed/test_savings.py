@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
+from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,22 +24,6 @@ from tests.distributed.processes import run_ranks
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-class Summed(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        dist.all_reduce(g)
-        return g
-
-
 class SyncBatchNorm(nn.SyncBatchNorm):
     """torch's own refuses tensors on a CPU; this is its arithmetic, with collectives in forward and backward.
 
@@ -47,8 +32,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, x):
         count = dist.get_world_size() * len(x)
-        mean = Summed.apply(x.sum(0)) / count
-        variance = Summed.apply((x - mean).square().sum(0)) / count
+        mean = all_reduce(x.sum(0)) / count
+        variance = all_reduce((x - mean).square().sum(0)) / count
         with torch.no_grad():
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance, self.momentum)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsesam.masks.patterns import NM, Pattern, PerLayer, Structured
+from sparsesam.masks.patterns import NM, Pattern, PerLayer
 
 Scores = Mapping[str, np.ndarray]
 Flags = dict[str, np.ndarray]
@@ -29,10 +29,7 @@ def select(pattern: Pattern, scores: Scores, sparsity: float | None, first: Flag
     certain = first or {name: np.zeros(score.shape, dtype=bool) for name, score in scores.items()}
     left = round((1 - sparsity) * sum(score.size for score in scores.values())) - number(certain)
     free = {name: ~flags for name, flags in certain.items()}
-    if isinstance(pattern, Structured):
-        others = greedy(scores, pattern.unit, left, free, reach=pattern.rounding == "reach")
-    else:
-        others = top(inside(scores, free), left)
+    others = greedy(scores, pattern.unit, left, free, reach="reach" in repr(pattern))
     return {name: others[name] | certain[name] for name in scores}
 
 
@@ -46,24 +43,19 @@ def drop(pattern: Pattern, keep: Scores, masks: Flags, ratio: float) -> Flags:
         )
     free = {name: in_groups(pattern, mask) & mask for name, mask in masks.items()} if isinstance(pattern, NM) else masks
     left = number(free) - round(ratio * number(free))
-    kept = greedy(keep, pattern.unit, left, free) if isinstance(pattern, Structured) else top(inside(keep, free), left)
+    kept = greedy(keep, pattern.unit, left, free)
     return {name: kept[name] | (mask & ~free[name]) for name, mask in masks.items()}
 
 
 def top(scores: Scores, count: int) -> Flags:
-    """The first ``count`` positions of a stable descending sort, without those of -inf."""
-    flat = np.concatenate([score.reshape(-1) for score in scores.values()])
-    order = [i for i in np.argsort(-flat, kind="stable") if flat[i] > -math.inf][:count]
-    chosen = np.zeros(len(flat), dtype=bool)
-    chosen[order] = True
-    ends = np.cumsum([score.size for score in scores.values()])
-    parts = np.split(chosen, ends[:-1])
-    return {name: part.reshape(score.shape) for (name, score), part in zip(scores.items(), parts, strict=True)}
+    return greedy(scores, None, count, {name: np.ones(score.shape, dtype=bool) for name, score in scores.items()})
 
 
-def units(shape: tuple[int, ...], unit: str) -> Iterator[tuple[object, ...]]:
-    """Index of every unit of a tensor."""
-    if unit == "tensor" or len(shape) == 0:
+def units(shape: tuple[int, ...], unit: str | None) -> Iterator[tuple[object, ...]]:
+    """Index of every unit of a tensor; None: of every weight."""
+    if unit is None:
+        yield from np.ndindex(shape)
+    elif unit == "tensor" or len(shape) == 0:
         yield (...,)
     elif unit == "filter" or len(shape) == 1:
         for i in range(shape[0]):
@@ -73,7 +65,7 @@ def units(shape: tuple[int, ...], unit: str) -> Iterator[tuple[object, ...]]:
             yield (slice(None), j, ...)
 
 
-def greedy(scores: Scores, unit: str, budget: int, among: Flags, *, reach: bool = False) -> Flags:
+def greedy(scores: Scores, unit: str | None, budget: int, among: Flags, *, reach: bool = False) -> Flags:
     """Visit all units by decreasing mean score; take each that still fits or, with ``reach``, until none is missing."""
     kept = {name: np.zeros(score.shape, dtype=bool) for name, score in scores.items()}
     every = [(name, index) for name, score in scores.items() for index in units(score.shape, unit)]
@@ -133,10 +125,6 @@ def spread(kept: Flags, like: Scores) -> Flags:
     """The inverse of `by_filter`: every entry has the value of its filter."""
     rows = {name: kept[name].reshape(kept[name].shape[:1] + (1,) * (values.ndim - 1)) for name, values in like.items()}
     return {name: np.broadcast_to(rows[name], values.shape) for name, values in like.items()}
-
-
-def inside(scores: Scores, masks: Flags) -> Flags:
-    return {name: np.where(masks[name], score, -math.inf) for name, score in scores.items()}
 
 
 def merged(parts: Iterator[Flags]) -> Flags:

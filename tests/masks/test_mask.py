@@ -32,15 +32,8 @@ def size(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def make_rule(kind, **options):
-    if kind == "fisher":
-        return sparsesam.fisher_mask(
-            cases.images(32), F.cross_entropy, samples=8, labels="sampled", refresh=1, **options
-        )
-    return RULES[kind](refresh=1, **options)
-
-
 RULES = {
+    "fisher": partial(sparsesam.fisher_mask, cases.images(32), F.cross_entropy, samples=8, labels="sampled"),
     "random": sparsesam.random_mask,
     "dynamic": sparsesam.dynamic_mask,
     **{
@@ -52,9 +45,9 @@ RULES = {
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.9, 0.99, 1.0])
-@pytest.mark.parametrize("kind", ["fisher", *RULES])
+@pytest.mark.parametrize("kind", RULES)
 def test_unstructured_masks_have_exact_size(kind, sparsity):
-    model, opt = wrap(make_rule(kind, sparsity=sparsity))
+    model, opt = wrap(RULES[kind](refresh=1, sparsity=sparsity))
     assert (opt.masks, opt.sparsity) == ({}, None)
     for _ in range(3):
         step(model, opt)
@@ -69,7 +62,7 @@ PATTERNS = ["unstructured", "filter", "column", "tensor", "1:2", "1:4", "2:4", "
 @pytest.mark.parametrize("kind", ["random", "dynamic", "fisher"])
 def test_every_pattern_trains_with_every_score(kind, pattern):
     sparsity = None if ":" in pattern else 0.5
-    model, opt = wrap(make_rule(kind, sparsity=sparsity, pattern=pattern))
+    model, opt = wrap(RULES[kind](refresh=1, sparsity=sparsity, pattern=pattern))
     losses = [step(model, opt).item() for _ in range(6)]
     assert losses[-1] < losses[0]
     assert 0 < kept(opt.masks) < size(model)

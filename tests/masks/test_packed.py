@@ -33,13 +33,6 @@ def test_placed_mask_knows_its_rows():
     assert PackedMask.pack(mask).placed(torch.device("meta")).rows is None
 
 
-def test_two_of_four_is_detected_along_output_dimension():
-    mask = torch.tensor([[1, 0], [1, 1], [0, 1], [0, 0]] * 2, dtype=torch.bool)
-    assert PackedMask.pack(mask).is_two_of_four
-    for other in (mask.t().contiguous(), mask[:6], torch.ones_like(mask), mask.sort(0).values):
-        assert not PackedMask.pack(other).is_two_of_four
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_positions_match_nonzero(share):
     kept = torch.rand(1000) < share

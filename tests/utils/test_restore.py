@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -98,19 +99,19 @@ def normalized():
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
 
 
-METHODS = {
-    "SAM": lambda *given: sparsesam.SAM(*given),
-    "every other step": lambda *given: sparsesam.SAM(*given, every=2),
-    "MomentumSAM": lambda *given: sparsesam.MomentumSAM(*given),
-    "ExtrapolatedSAM": lambda *given: sparsesam.ExtrapolatedSAM(*given, 0.025),
-}
-
-
 @pytest.mark.parametrize("step", [cases.with_closure, cases.in_two_phases])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        sparsesam.SAM,
+        partial(sparsesam.SAM, every=2),
+        sparsesam.MomentumSAM,
+        partial(sparsesam.ExtrapolatedSAM, rho=0.025),
+    ],
+)
 def test_statistics_are_updated_once_per_step(method, step):
     model = normalized()
-    opt = METHODS[method](cases.sgd(model), model)
+    opt = method(cases.sgd(model), model)
     for count in range(1, 5):
         step(opt, model, *cases.vectors())
         assert model[1].num_batches_tracked == count

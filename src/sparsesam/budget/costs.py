@@ -24,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch._C import _storage_address as storage_of  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from sparsesam.distributed.ddp import unwrap
@@ -143,8 +142,7 @@ def multiply_adds(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float
     """Returns the multiply-adds of a matrix product or convolution, and the entries that another operation computes."""
     if count := flop_registry.get(func._overloadpacket):
         return count(*args, **kwargs, out_val=result) / 2, 0.0
-    entries = 0 if func.is_view else sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-    return 0.0, float(entries)
+    return 0.0, 0.0 if func.is_view else float(sum(tensor.numel() for tensor in tensors_in(result)))
 
 
 class MultiplyAdds(TorchDispatchMode):
@@ -206,7 +204,7 @@ class _Trace(TorchDispatchMode):
                 del self._alive[storage]
                 self.freed[maker] = min(place, self.freed[maker])
         for name, parameter in self._parameters.items() if not kind.is_view else ():
-            if storage_of(parameter) in read:
+            if operators.storage_of(parameter) in read:
                 self.first_use.setdefault(name, place)
         for storage in _storages(operators.written_by(kind, args, kwargs)).keys() & self._alive.keys():
             self.is_reusable[self._alive[storage][0]] = False
@@ -271,16 +269,12 @@ def _parts(func: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[float, 
 
 def _storages(*trees: Any) -> dict[int, Tensor]:
     """Returns a tensor on each storage; those of sparse and nested tensors are left out."""
-    plain = (t for t in tensors_in(trees) if t.layout is torch.strided and not t.is_nested)
-    return {storage_of(tensor): tensor for tensor in plain}
+    return {operators.storage_of(tensor): tensor for tensor in tensors_in(trees) if operators.has_storage(tensor)}
 
 
-def tensors_in(*trees: Any) -> list[Tensor]:
-    """Returns the tensors in tuples, lists and dictionaries, in order."""
-    found: list[Tensor] = []
-    for tree in trees:
-        if isinstance(tree, Tensor):
-            found.append(tree)
-        elif isinstance(tree, (tuple, list, dict)):
-            found += tensors_in(*(tree.values() if isinstance(tree, dict) else tree))
-    return found
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors in tuples, lists and dictionaries, in order; torch's pytrees know only registered kinds."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]

@@ -16,7 +16,7 @@ from sparsesam.budget.costs import Floats, StepCosts, step_costs
 from sparsesam.masks.fisher import LossFn, ModelLoss
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.scores import Fisher, Score, ScoreContext
-from sparsesam.utils.checks import NonFiniteScoreError, check_choice, is_finite
+from sparsesam.utils.checks import NonFiniteScoreError, check_choice, check_number
 
 BudgetUnit = Literal["tensor", "filter"]
 #: The cost of perturbing from a parameter on, and by later parameter the added cost of 0, 1, 2, … of its units.
@@ -44,11 +44,7 @@ class BudgetMask(MaskRule):
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, get_args(BudgetUnit))
-        if not is_finite(self.budget, 1):
-            raise ValueError(
-                f"budget must be a finite number of at least 1, got {self.budget}; it is the cost of a step relative "
-                "to the base optimizer's, SAM's is about 2"
-            )
+        check_number("budget", self.budget, "it counts steps of the base optimizer, SAM's costs about 2", least=1)
         weights = {name: shape for name, shape in self.costs.shapes.items() if len(shape) > 1}
         least = _least(self._frontiers(self.costs.shapes), weights)
         if weights and least > self._allowance:
@@ -78,9 +74,10 @@ class BudgetMask(MaskRule):
         if self.costs.step(masks) <= self.budget:
             return masks
         counts = {name: self._unit_count(name) for name in masks}
-        squares = {name: context.gradient(name).square() for name in masks}
-        scores = unit_sums(squares if self.score is None else self.score(context), counts)
-        chosen = best_units(self._frontiers(context.parameters), scores, self._allowance)
+        scores = (
+            {name: context.gradient(name).square() for name in masks} if self.score is None else self.score(context)
+        )
+        chosen = best_units(self._frontiers(context.parameters), unit_sums(scores, counts), self._allowance)
         for name, mask in masks.items():
             mask.zero_().view(counts[name], -1)[chosen.get(name, [])] = True
         return masks
@@ -120,8 +117,8 @@ class BudgetMask(MaskRule):
 
 def _least(frontiers: Sequence[Frontier], names: Mapping[str, Any]) -> float:
     """Returns the cost of perturbing the cheapest unit of these parameters."""
-    priced = [(fixed, items[name]) for fixed, items in frontiers for name in items.keys() & names.keys()]
-    return min((fixed + float(item[1:].min()) for fixed, item in priced), default=math.inf)
+    first = [fixed + float(items[name][1]) for fixed, items in frontiers for name in items.keys() & names.keys()]
+    return min(first, default=math.inf)
 
 
 def unit_sums(scores: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Floats]:

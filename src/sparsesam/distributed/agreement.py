@@ -24,6 +24,13 @@ def communication_device(group: dist.ProcessGroup | None = None) -> torch.device
     return torch.device("cpu")
 
 
+def sum_over(group: dist.ProcessGroup | None, number: int) -> int:
+    """Returns the sum of a number over the ranks."""
+    total = torch.tensor(number, dtype=torch.int64, device=communication_device(group))
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
 def on_every_rank(make: Callable[[], Result], error: type[Exception], group: dist.ProcessGroup | None) -> Result:
     """Returns the result of ``make``; if it raises the error on one rank, all ranks raise it."""
     result, caught = None, None
@@ -31,9 +38,7 @@ def on_every_rank(make: Callable[[], Result], error: type[Exception], group: dis
         result = make()
     except error as exception:
         caught = exception
-    failures = torch.tensor(int(caught is not None), device=communication_device(group))
-    dist.all_reduce(failures, group=group)
-    if failures or result is None:
+    if sum_over(group, caught is not None) or result is None:
         raise caught or error("the scores of another rank are not finite")
     return result
 

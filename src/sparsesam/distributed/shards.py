@@ -114,16 +114,8 @@ class Shards:
     """
 
     def __init__(self, parts: Mapping[str, ShardLayout], mesh: DeviceMesh | None) -> None:
-        self.parts, self._mesh = dict(parts), mesh
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        assert self._mesh is not None, "whole tensors are on no mesh"
-        return self._mesh
-
-    @property
-    def is_whole(self) -> bool:
-        return self._mesh is None
+        self.parts = dict(parts)
+        self.mesh: Any = mesh
 
     @classmethod
     def whole(cls, tensors: Mapping[str, Tensor]) -> Shards:
@@ -140,7 +132,7 @@ class Shards:
         return cls({name: _part(parameter, mesh) for name, parameter in parameters.items()}, mesh)
 
     def only(self, name: str) -> Shards:
-        return Shards({name: self.parts[name]}, self._mesh)
+        return Shards({name: self.parts[name]}, self.mesh)
 
     @property
     def total(self) -> int:
@@ -153,7 +145,7 @@ class Shards:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Returns the sum of the tensor over all ranks, on its device."""
-        if self._mesh is None:
+        if self.mesh is None:
             return tensor
         total = tensor.to(self.mesh.device_type, copy=True)
         for dim in range(self.mesh.ndim):
@@ -188,45 +180,32 @@ def _whole_part(shape: torch.Size, counts: bool = True) -> ShardLayout:
     return ShardLayout(shape, tuple(torch.arange(size) for size in shape), counts)
 
 
-def _part(parameter: Any, mesh: DeviceMesh) -> ShardLayout:
+def _part(parameter: Any, mesh: Any) -> ShardLayout:
     if not is_sharded(parameter):
-        return _whole_part(parameter.shape, all(place == 0 for place in _coordinate(mesh)))
+        return _whole_part(parameter.shape, not any(mesh.get_coordinate()))
     indices = [torch.arange(size) for size in parameter.shape]
-    own: DeviceMesh = parameter.device_mesh
-    counts = _is_first_copy(own, mesh)
-    for dim, (placement, place) in enumerate(zip(parameter.placements, _coordinate(own), strict=True)):
+    own = parameter.device_mesh
+    # Over the dimensions of the mesh that its own mesh lacks, the parameter is replicated.
+    places = torch.isin(mesh.mesh, own.mesh).nonzero()
+    is_lacking = (places.amax(0) == places.amin(0)).tolist()
+    counts = not any(place and lacks for place, lacks in zip(mesh.get_coordinate(), is_lacking, strict=True))
+    for dim, (placement, place) in enumerate(zip(parameter.placements, own.get_coordinate(), strict=True)):
         if placement.is_replicate():
             counts &= place == 0
             continue
         # A strided shard (FSDP2 of a tensor-parallel parameter) takes its piece of each of several chunks.
         pieces = getattr(placement, "split_factor", 1)
-        index = indices[placement.dim]
-        chunks = [_chunk(chunk, own.size(dim), place) for chunk in index.chunk(pieces)]
-        indices[placement.dim] = torch.cat(chunks)
-    held, found = tuple(parameter.to_local().shape), tuple(len(index) for index in indices)
-    if held != found:
+        chunks = indices[placement.dim].chunk(pieces)
+        indices[placement.dim] = torch.cat([_piece(chunk, own.size(dim), place) for chunk in chunks])
+    if (found := parameter.to_local().shape) != (expected := tuple(map(len, indices))):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is laid out as {parameter.placements}, which is not "
-            f"supported: this rank holds {held} of it, not {found}; shard it by fully_shard or parallelize_module"
+            f"supported: this rank holds {tuple(found)} of it, not {expected}; use fully_shard or parallelize_module"
         )
     return ShardLayout(parameter.shape, tuple(indices), counts)
 
 
-def _chunk(index: Tensor, ranks: int, place: int) -> Tensor:
-    chunks = index.chunk(ranks)
-    return chunks[place] if place < len(chunks) else index[:0]
-
-
-def _coordinate(mesh: DeviceMesh) -> list[int]:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return list(coordinate)
-
-
-def _is_first_copy(own: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """Whether this rank is at 0 in the dimensions of the large mesh that a parameter's own mesh lacks."""
-    if own.size() == mesh.size():
-        return True
-    places = torch.isin(mesh.mesh, own.mesh).nonzero()
-    fixed = places.amax(0) == places.amin(0)
-    return all(place == 0 or not bool(stays) for place, stays in zip(_coordinate(mesh), fixed, strict=True))
+def _piece(index: Tensor, ranks: int, place: int) -> Tensor:
+    """Returns what torch.chunk gives to one of the ranks; the last ones may get nothing."""
+    size = math.ceil(len(index) / ranks)
+    return index[place * size : (place + 1) * size]

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from sparsesam.distributed.shards import Shards
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.utils.checks import check_bool, check_like_parameters, nearest
@@ -82,15 +83,10 @@ class FixedMask(MaskRule):
             if not matching:
                 raise ValueError(f"names has {pattern!r}, which matches no {_PERTURBED}; {nearest(pattern, names)}")
             whole |= matching
-        made = {}
-        for name, p in context.parameters.items():
-            if name in self.masks:
-                whole_mask = self.masks[name]
-                made[name] = whole_mask if context.shards is None else context.shards.parts[name].of(whole_mask)
-            else:
-                device = None if p.is_meta else p.device  # a parameter on the meta device has a mask with values
-                made[name] = torch.full(context.local[name].shape, p in whole, dtype=torch.bool, device=device)
-        return made
+        flags = {name: torch.tensor(p in whole, device="cpu") for name, p in context.parameters.items()}
+        uniform = {name: flag.expand(context.parameters[name].shape) for name, flag in flags.items()}
+        parts = (context.shards or Shards.whole(uniform)).parts
+        return {name: parts[name].of(mask) for name, mask in {**uniform, **self.masks}.items()}
 
 
 def fixed_mask(

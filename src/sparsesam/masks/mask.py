@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsesam.masks.fisher import LossFn, ModelLoss
 from sparsesam.masks.patterns import Pattern, Unstructured, as_pattern
 from sparsesam.masks.scores import Fisher, GradientMagnitude, Score, ScoreContext, WeightMagnitude
-from sparsesam.utils.checks import check_choice, check_count, is_within
+from sparsesam.utils.checks import check_choice, check_count, check_number
 
 
 class MaskRule(ABC):
@@ -145,13 +145,7 @@ def random_mask(
     refresh: int | None = None,
     seed: int = 0,
 ) -> Mask:
-    """Perturbs weights that are drawn at random, the baseline of ablations.
-
-    Args:
-        sparsity: the share of weights that is not perturbed, in [0, 1]; not given for n:m patterns, which imply it.
-        pattern: a `Pattern` or its name, such as ``"filter"`` or ``"2:4"``.
-        refresh: the optimizer steps between two draws. Default: the first mask is kept.
-        seed: the seed of the draw.
+    """Perturbs weights that are drawn at random, the baseline of ablations; the arguments are those of `fisher_mask`.
 
     Examples:
         >>> opt = sparsesam.SSAM(base, model, rho=0.1, mask=sparsesam.random_mask(pattern="2:4"))
@@ -172,10 +166,7 @@ class DynamicMask(Mask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_within(self.drop_ratio, 0, 1):
-            raise ValueError(
-                f"drop_ratio must be in [0, 1], got {self.drop_ratio}; it is the share of kept weights dropped"
-            )
+        check_number("drop_ratio", self.drop_ratio, "it is the share of kept weights dropped", most=1)
         if self.total_steps is not None:
             check_count("total_steps", self.total_steps, "give epochs * len(loader)")
 
@@ -217,14 +208,14 @@ def dynamic_mask(
     """SSAM-D: starts with a random mask; each refresh drops the flattest of the perturbed weights and grows as many.
 
     Args:
-        sparsity: the share of weights that is not perturbed, in [0, 1]; not given for n:m patterns, which imply it.
+        sparsity: as in `fisher_mask`.
         drop_ratio: the share of the perturbed weights that the first refresh drops.
         total_steps: the steps of the training, over which the share falls to 0 along a cosine. Default: it is constant.
         drop: which weights are dropped: ``"flattest"``, those with the smallest gradient, or the smallest of another
             `Score`; ``"random"``, ``"sharpest"`` and ``"weight"``, those with the smallest abs(w), are ablations.
         growth: which weights are grown: ``"random"``, or those with the largest ``"gradient"``, abs(w) (``"weight"``)
             or other `Score`.
-        pattern: a `Pattern` or its name, such as ``"filter"`` or ``"2:4"``.
+        pattern: as in `fisher_mask`.
         refresh: the optimizer steps between two masks; None: only when ``opt.refresh_mask()`` is called.
         seed: the seed of the random draws.
 

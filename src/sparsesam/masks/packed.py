@@ -74,9 +74,9 @@ def unpack_bits_on_device(bits: Tensor) -> Tensor:
 
 def positions_of(bits: Tensor, count: int = 0) -> Tensor:
     """Returns the positions of set bits; their number ``count`` saves a synchronization with a device."""
-    if bits.device.type == "cpu":  # ten times faster than torch.nonzero
-        return torch.from_numpy(np.flatnonzero(np.unpackbits(bits.numpy()).view(np.bool_)))
     kept = unpack_bits(bits)
+    if bits.device.type == "cpu":  # ten times faster than torch.nonzero
+        return torch.from_numpy(np.flatnonzero(kept.numpy()))
     if bits.device.type in ("cuda", "xpu", "meta") and torch.__version__ >= "2.7":
         return torch.nonzero_static(kept, size=count).squeeze(1)
     return positions_by_sums(kept, count)

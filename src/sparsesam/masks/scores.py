@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from sparsesam.distributed.agreement import communication_device, on_every_rank
 from sparsesam.distributed.shards import Shards, local_part
 from sparsesam.masks.fisher import LossFn, ModelLoss, Problem, fisher_diagonal
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
 from sparsesam.utils.batches import to_device
-from sparsesam.utils.checks import NonFiniteScoreError, check_count
+from sparsesam.utils.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ class Fisher:
 
     def __call__(self, context: ScoreContext) -> dict[str, Tensor]:
         """Returns the Fisher information over the samples of all ranks."""
-        measure = partial(
-            fisher_diagonal,
+        return fisher_diagonal(
             context.model,
             self._batches(context),
             self.loss_fn,
@@ -94,18 +92,9 @@ class Fisher:
             parameters=context.parameters,
             labels=self.labels,
             generator=context.generator,
-        )
-        if context.ranks is None or context.shards is not None:
-            return measure().values
-        # Also if all ranks measure the same samples: devices may round differently, and masks must be equal.
-        result = on_every_rank(measure, NonFiniteScoreError, context.ranks)
-        samples = torch.tensor(float(result.samples), device=communication_device(context.ranks))
-        dist.all_reduce(samples, group=context.ranks)
-        for value in result.values.values():
-            value.mul_(result.samples)
-            dist.all_reduce(value, group=context.ranks)
-            value.div_(float(samples))
-        return result.values
+            # Also if all ranks measure the same samples: devices may round differently, and masks must be equal.
+            ranks=context.ranks if context.shards is None else None,
+        ).values
 
     def _batches(self, context: ScoreContext) -> Iterable[Any]:
         if self.data is not None:

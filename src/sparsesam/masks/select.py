@@ -34,8 +34,6 @@ def top_mask(scores: Tensors, count: int, *, among: Tensors | None = None, shard
     """
     shards = shards or Shards.whole(scores)
     check_scores(scores, shards)
-    if count < 0:
-        raise ValueError(f"count must be at least 0, got {count}; 0 chooses nothing")
     wide = any(score.dtype == torch.float64 for score in scores.values())
     values = {name: s.detach().reshape(-1).to(torch.float64 if wide else torch.float32) for name, s in scores.items()}
     chosen = {name: value > -math.inf for name, value in values.items()}
@@ -115,7 +113,7 @@ def kth_largest(vectors: Tensors, allowed: Tensors, k: int, shards: Shards) -> f
 
     The entries are float32, float64, or non-negative int64.
     """
-    if shards.is_whole and all(vector.device.type == "cpu" for vector in vectors.values()):
+    if shards.mesh is None and all(vector.device.type == "cpu" for vector in vectors.values()):
         # np.compress is several times faster than vector[mask].
         entries = np.concatenate([np.compress(allowed[name].numpy(), v.numpy()) for name, v in vectors.items()])
         entries.partition(len(entries) - k)

@@ -44,7 +44,8 @@ class MaskState:
         self.is_requested = False
         self.last_step = -1
         self.skipped = 0
-        self._kept, self._total = 0, 0  # numbers of weights, on all ranks
+        self.kept: dict[str, int] = {}  # numbers of weights, on all ranks
+        self._total = 0
 
     @property
     def sparsity(self) -> float | None:
@@ -52,12 +53,12 @@ class MaskState:
             return 0.0
         if self.masks is None:
             return None
-        return 1 - self._kept / self._total if self._total else 1.0
+        return 1 - sum(self.kept.values()) / self._total if self._total else 1.0
 
     @property
     def is_empty(self) -> bool:
         """Whether the masks keep no weight."""
-        return self.masks is not None and self._kept == 0
+        return self.masks is not None and not any(self.kept.values())
 
     @property
     def needs_gradient(self) -> bool:
@@ -117,8 +118,8 @@ class MaskState:
     def _hold(self, masks: Mapping[str, PackedMask], parameters: Mapping[str, Tensor], shards: Shards | None) -> None:
         self.masks = {name: mask.placed(parameters[name].device) for name, mask in masks.items()}
         shards = shards or Shards.whole(parameters)
-        kept = sum(masks[name].count for name in shards.counted(masks))
-        self._kept, self._total = shards.sum_of(kept)[0], shards.total
+        counts = shards.sum_of(*(mask.count if shards.parts[name].counts else 0 for name, mask in masks.items()))
+        self.kept, self._total = dict(zip(masks, counts, strict=True)), shards.total
 
     def state_dict(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
         """Returns plain values, and a mask for each parameter, which is zero before the first refresh."""

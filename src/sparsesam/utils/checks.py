@@ -34,6 +34,13 @@ def is_finite(value: object, least: float) -> bool:
     return isinstance(value, Real) and least <= float(value) < math.inf
 
 
+def check_number(argument: str, value: object, remedy: str, *, least: float = 0.0, most: float = math.inf) -> None:
+    """Raise ValueError unless the value is a finite number in [least, most]."""
+    if not is_finite(value, least) or not is_within(value, least, most):
+        rule = f"a finite number of at least {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
+        raise ValueError(f"{argument} must be {rule}, got {value}; {remedy}")
+
+
 def check_like_parameters(
     argument: str, given: Mapping[str, Tensor], parameters: Mapping[str, Tensor], what: str = "parameter"
 ) -> None:

@@ -51,7 +51,7 @@ def statistics_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 @contextmanager
 def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: bool = True) -> Iterator[None]:
-    """Enable gradients in the block; on exit, restore training modes, requires_grad, buffers and random states.
+    """Enable gradients in the block; on exit, restore modes, requires_grad, gradients, buffers and random states.
 
     ``evaluate``: run in evaluation mode. ``freeze``: no parameter requires a gradient within the block.
     """
@@ -77,19 +77,15 @@ def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: boo
             stack.callback(setattr, module, "training", module.training)
             # Not eval(): some modules change their weights there (merged adapters).
             module.training = module.training and not evaluate
-        for parameter in model.parameters() if freeze else ():
-            stack.callback(parameter.requires_grad_, parameter.requires_grad)
-            parameter.requires_grad_(False)
-        buffers = [
-            (module._buffers, name, buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+            for name, buffer in module._buffers.items():
+                stack.callback(operator.setitem, module._buffers, name, buffer)
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            if freeze:
+                stack.callback(parameter.requires_grad_, parameter.requires_grad)
+                parameter.requires_grad_(False)
         # Graphs that saved a buffer stay valid if its version is not raised.
-        stack.callback(Snapshot(buffer.data for *_, buffer in buffers).restore)
-        for holder, name, buffer in buffers:
-            stack.callback(operator.setitem, holder, name, buffer)
+        stack.callback(Snapshot(buffer.data for buffer in model.buffers()).restore)
         yield
 
 

@@ -26,17 +26,16 @@ def as_pattern(value: Pattern | str) -> Pattern:
     """
     if isinstance(value, Pattern):
         return value
-    known = ("unstructured", *get_args(Unit), "tensor reach", "2:4", "2:4 input", "2:4 filters")
-    if isinstance(value, str):
-        words = " ".join(value.lower().split())
-        if words == "unstructured":
-            return Unstructured()
-        unit, _, rounding = words.partition(" ")
-        if unit in get_args(Unit) and rounding in ("", "reach"):
-            return Structured(cast(Unit, unit), "reach" if rounding else "below")
-        if match := re.fullmatch(r"(\d+):(\d+)(?: (output|input|filters))?", words):
-            return NM(int(match[1]), int(match[2]), axis=cast(GroupAxis, match[3] or "output"))
+    named: dict[str, Pattern] = {"unstructured": Unstructured()}
+    for unit in get_args(Unit):
+        named |= {unit: Structured(unit), f"{unit} reach": Structured(unit, "reach")}
+    words = " ".join(str(value).lower().split())
+    if words in named:
+        return named[words]
+    if match := re.fullmatch(r"(\d+):(\d+)(?: (output|input|filters))?", words):
+        return NM(int(match[1]), int(match[2]), axis=cast(GroupAxis, match[3] or "output"))
+    known = (*named, "2:4", "2:4 input", "2:4 filters")
     raise ValueError(
         f"pattern must be a Pattern or one of {', '.join(map(repr, known))}, with any n:m for 2:4, got {value!r}; "
-        f"{nearest(str(value).lower(), known)}"
+        f"{nearest(words, known)}"
     )

@@ -9,7 +9,7 @@ import torch
 
 from sparsesam.distributed.shards import Shards
 from sparsesam.masks.select import BoolMasks, Tensors, Unit, count_true, random_scores, top_mask
-from sparsesam.utils.checks import check_bool, is_within
+from sparsesam.utils.checks import check_bool, check_number
 
 
 class Pattern:
@@ -25,8 +25,8 @@ class Pattern:
         return None
 
     @property
-    def _drawn_by(self) -> Unit | None:
-        """The units that get one random number each; None: every weight."""
+    def unit(self) -> Unit | None:
+        """The units that are kept or dropped as a whole, and drawn with one random number; None: every weight."""
         return None
 
     def check_sparsity(self, sparsity: float | None) -> float:
@@ -35,8 +35,7 @@ class Pattern:
         given = implied if sparsity is None else sparsity
         if given is None:
             raise ValueError(f"sparsity must be given with {self}, got None; 0.5 perturbs half of the weights")
-        if not is_within(given, 0, 1):
-            raise ValueError(f"sparsity must be in [0, 1], got {given}; 0 perturbs every weight, 1 none")
+        check_number("sparsity", given, "0 perturbs every weight, 1 none", most=1)
         if implied is not None and not math.isclose(given, implied, abs_tol=1e-9):
             raise ValueError(
                 f"sparsity must be left out with {self}, which implies {implied:g}, got {given}; change n and m to "
@@ -82,8 +81,7 @@ class Pattern:
             shards: which part of the tensors this rank holds; all of them by default.
         """
         sparsity, shards = self.check_sparsity(sparsity), shards or Shards.whole(masks)
-        if not is_within(ratio, 0, 1):
-            raise ValueError(f"ratio must be in [0, 1], got {ratio}; 0 keeps the mask, 1 drops all of it")
+        check_number("ratio", ratio, "0 keeps the mask, 1 drops all of it", most=1)
         check_bool("masks", masks)
         for label, scores in (("keep", keep), ("grow", grow)):
             if not isinstance(scores, torch.Generator):
@@ -95,7 +93,7 @@ class Pattern:
         """Returns the scores, or random ones that are the same within a unit."""
         if not isinstance(scores, torch.Generator):
             return scores
-        return random_scores(like, generator=scores, unit=self._drawn_by, shards=shards)
+        return random_scores(like, generator=scores, unit=self.unit, shards=shards)
 
     def _grow(self, scores: Tensors, first: Tensors | None, sparsity: float, shards: Shards) -> BoolMasks:
         """Returns the best allowed masks that contain ``first``; may modify ``first``."""
@@ -146,8 +144,9 @@ class PerLayer(Pattern):
         return self.inner.implied_sparsity
 
     @property
-    def _drawn_by(self) -> Unit | None:
-        return self.inner._drawn_by
+    def unit(self) -> Unit | None:
+        """The units of the inner pattern."""
+        return self.inner.unit
 
     def _grow(self, scores: Tensors, first: Tensors | None, sparsity: float, shards: Shards) -> BoolMasks:
         masks: BoolMasks = {}

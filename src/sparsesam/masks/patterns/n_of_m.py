@@ -58,13 +58,15 @@ class NM(Pattern):
         return 1 - self.n / self.m
 
     @property
-    def _drawn_by(self) -> Unit | None:
+    def unit(self) -> Unit | None:
+        """Filters with ``axis="filters"``."""
         return "filter" if self.axis == "filters" else None
 
     def _grow(self, scores: Tensors, first: Tensors | None, sparsity: float, shards: Shards) -> BoolMasks:
         if self.axis == "filters":
             units = Units("filter", shards)
-            rows, kept = _rows(units, units.scores(scores)), None if first is None else _rows(units, units.kept(first))
+            rows = units.by_tensor(units.scores(scores))
+            kept = None if first is None else units.by_tensor(units.kept(first))
             return units.expand(self._of_rows._grow(rows, kept, sparsity, Shards.whole(rows)), scores)
         check_scores(scores, shards)
         held, cut = self._groups(shards)
@@ -81,7 +83,7 @@ class NM(Pattern):
     def _drop(self, keep: Tensors, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         if self.axis == "filters":
             units = Units("filter", shards)
-            rows, kept = _rows(units, units.scores(keep)), _rows(units, units.kept(masks))
+            rows, kept = units.by_tensor(units.scores(keep)), units.by_tensor(units.kept(masks))
             return units.expand(self._of_rows._drop(rows, kept, sparsity, ratio, Shards.whole(rows)), masks)
         outside = self._outside(masks, self._groups(shards)[0])  # fixed by the pattern, never dropped
         inside = {name: mask & ~outside[name] for name, mask in masks.items()}
@@ -116,12 +118,6 @@ class NM(Pattern):
         for name, count in held.items():
             outside[name].flatten(1).narrow(0 if self.axis == "output" else 1, 0, count).fill_(False)
         return outside
-
-
-def _rows(units: Units, values: Tensor) -> dict[str, Tensor]:
-    """Returns one number per filter, (O, 1) for tensors with two or more dimensions, so that a filter is a row."""
-    parts = units.shards.parts
-    return {name: v[:, None] if len(parts[name].shape) >= 2 else v for name, v in units.by_tensor(values).items()}
 
 
 def fill_groups(mask: Tensor, scores: Tensor, n: int, m: int, axis: int) -> None:

@@ -37,10 +37,6 @@ class Structured(Pattern):
         check_choice("unit", self.unit, get_args(Unit))
         check_choice("rounding", self.rounding, ("below", "reach"))
 
-    @property
-    def _drawn_by(self) -> Unit:
-        return self.unit
-
     def _drop(self, keep: Tensors, masks: Tensors, sparsity: float, ratio: float, shards: Shards) -> BoolMasks:
         if self.rounding == "reach":  # masks may exceed the budget
             return replace(self, rounding="below")._drop(keep, masks, 0.0, ratio, shards)
@@ -109,8 +105,10 @@ class Units:
         return masks
 
     def by_tensor(self, values: Tensor) -> dict[str, Tensor]:
-        """Split a vector of all units into views, one of each tensor."""
-        return dict(zip(self._counts, values.split(list(self._counts.values())), strict=True)) if self._counts else {}
+        """Split a vector of all units into views, one of each tensor: (units, 1) if it is a matrix or larger."""
+        views = values.split(list(self._counts.values())) if self._counts else ()
+        parts = self.shards.parts.items()
+        return {name: v[:, None] if len(part.shape) > 1 else v for (name, part), v in zip(parts, views, strict=True)}
 
     def _view(self, name: str, tensor: Tensor) -> Tensor:
         """Reshape to (before, units, after)."""
@@ -129,7 +127,7 @@ class Units:
         vector = torch.zeros(len(self.sizes), dtype=torch.float64)
         own = self.by_tensor(vector)  # views
         for name in self.shards.counted(parts):
-            own[name][self._index(name)] = parts[name].cpu()
+            own[name].view(-1)[self._index(name)] = parts[name].cpu()
         return self.shards.sum(vector)
 
 
