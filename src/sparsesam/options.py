@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from sparsesam.masks.mask import MaskRule
 from sparsesam.perturbation import Norm, Radius, is_on_accelerator
 from sparsesam.schedules import RhoSchedule
-from sparsesam.utils.checks import check_choice, check_count, is_finite, is_within
+from sparsesam.utils.checks import check_choice, check_count, check_number, is_within
 
 Ascent = Literal["explicit", "implicit", "implicit-dense"]
 AscentScope = Literal["global", "local"]
@@ -148,13 +148,10 @@ def option_keys(base: Optimizer) -> dict[str, str]:
 def check_group(group: Mapping[str, Any], keys: Mapping[str, str]) -> None:
     """Raise ValueError for invalid options, naming their keys in the group."""
     rho, eta, adaptive = (group[keys[option]] for option in ("rho", "eta", "adaptive"))
-    if not is_on_accelerator(rho) and not is_finite(rho.item() if isinstance(rho, Tensor) else rho, 0):
-        raise ValueError(
-            f"{keys['rho']} must be a finite number of at least 0, got {rho}; 0 is the base optimizer, 0.05 is a usual "
-            "start"
-        )
-    if not is_finite(eta, 0):
-        raise ValueError(f"{keys['eta']} must be a finite number of at least 0, got {eta}; ASAM uses 0.01")
+    if not is_on_accelerator(rho):
+        number = rho.item() if isinstance(rho, Tensor) else rho
+        check_number(keys["rho"], number, "0 is the base optimizer, 0.05 is a usual start")
+    check_number(keys["eta"], eta, "ASAM uses 0.01")
     if adaptive not in (False, True, "all", "layer"):
         raise ValueError(f'{keys["adaptive"]} must be False, True (weights only), "all" or "layer", got {adaptive!r}')
 

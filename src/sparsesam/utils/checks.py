@@ -29,14 +29,9 @@ def is_within(value: object, low: float, high: float) -> bool:
     return isinstance(value, Real) and low <= float(value) <= high
 
 
-def is_finite(value: object, least: float) -> bool:
-    """Whether the value is a finite number of at least ``least``."""
-    return isinstance(value, Real) and least <= float(value) < math.inf
-
-
 def check_number(argument: str, value: object, remedy: str, *, least: float = 0.0, most: float = math.inf) -> None:
     """Raise ValueError unless the value is a finite number in [least, most]."""
-    if not is_finite(value, least) or not is_within(value, least, most):
+    if not is_within(value, least, most) or value == math.inf:
         rule = f"a finite number of at least {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
         raise ValueError(f"{argument} must be {rule}, got {value}; {remedy}")
 
