@@ -207,9 +207,31 @@ def bad_fisher():
     return sparsesam.fisher_mask((x * torch.nan, y), F.cross_entropy, sparsity=0.5, samples=16)
 
 
+class Scores:
+    """Changes the scores |w|."""
+
+    needs_gradient = False
+
+    def __init__(self, change):
+        self.change = change
+
+    def __call__(self, context):
+        return self.change(sparsesam.WeightMagnitude()(context))
+
+
+def made_by(change):
+    return lambda: sparsesam.Mask(Scores(change), sparsity=0.5)
+
+
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
+        (made_by(lambda scores: scores | {"5.weight": torch.ones(2)}), "score has '5.weight', .* not a parameter"),
+        (
+            made_by(lambda scores: {n: s.sum(0) for n, s in scores.items()}),
+            r"score\['0.weight'\] must have .* \(8, 6\)",
+        ),
+        (made_by(lambda scores: {"0.weight": scores["0.weight"]}), "score must have every .* lacks '0.bias'"),
         (lambda: sparsesam.fixed_mask({"4.weigth": torch.ones(3, 5, dtype=torch.bool)}), r"'4.weigth'.*4.weight"),
         (lambda: sparsesam.fixed_mask({"4.weight": torch.ones(2, dtype=torch.bool)}), r"shape \(3, 5\), got \(2,\)"),
         (lambda: sparsesam.fixed_mask("layer9.*"), "matches no parameter to perturb"),

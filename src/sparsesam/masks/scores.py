@@ -16,7 +16,7 @@ from sparsesam.masks.fisher import LossFn, ModelLoss, Problem, fisher_diagonal
 from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.samples import draw_batches
 from sparsesam.utils.batches import to_device
-from sparsesam.utils.checks import check_count
+from sparsesam.utils.checks import check_count, check_like_parameters
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,12 @@ class ScoreContext:
         return {name: local_part(parameter) for name, parameter in self.parameters.items()}
 
     def scores(self, score: Score) -> dict[str, Tensor]:
-        return {name: local_part(values) for name, values in score(self).items()}
+        """Returns this rank's part of a score; raises ValueError unless it has a number for every weight."""
+        found = {name: local_part(values) for name, values in score(self).items()}
+        check_like_parameters("score", found, self.local)
+        if missing := self.local.keys() - found.keys():
+            raise ValueError(f"score must have every parameter to perturb, but lacks {sorted(missing)[0]!r}")
+        return found
 
     def gradient(self, name: str) -> Tensor:
         """Returns the ascent gradient at w (or the momentum, if that is the direction); zeros if there is none."""
