@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -287,17 +287,9 @@ class PerturbingOptimizer(OptimizerWrapper):
             raise RuntimeError("load_state_dict() inside a pass would lose the weights w; call it after the step")
         super().load_state_dict(state_dict)
 
-    @property
-    def train(self) -> Callable[[], None]:
-        """The base optimizer's own ``train()``, where it has one (schedule-free optimizers)."""
-        switch: Callable[[], None] = self.base.train  # type: ignore[attr-defined]
-        return switch
-
-    @property
-    def eval(self) -> Callable[[], None]:
-        """The base optimizer's own ``eval()``, where it has one (schedule-free optimizers)."""
-        switch: Callable[[], None] = self.base.eval  # type: ignore[attr-defined]
-        return switch
+    #: The base optimizer's own ``train()`` and ``eval()``, where it has them (schedule-free optimizers).
+    train = property(attrgetter("base.train"))
+    eval = property(attrgetter("base.eval"))
 
     # ---- masks -----------------------------------------------------------------------------------------------
 

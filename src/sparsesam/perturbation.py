@@ -60,12 +60,16 @@ class Target:
     @property
     def is_unmoved(self) -> bool:
         """Whether the mask keeps nothing or rho is 0."""
-        is_empty = self.mask is not None and self.mask.is_empty
-        return is_empty or (not isinstance(self.rho, Tensor) and self.rho == 0)
+        return is_unmoved(self.mask, self.rho)
 
     @property
     def is_on_host(self) -> bool:
         return self.weight.device.type in HOSTS
+
+
+def is_unmoved(mask: PackedMask | None, rho: float | Tensor) -> bool:
+    """Whether nothing is kept, or rho is known to be 0."""
+    return (mask is not None and mask.is_empty) or (not isinstance(rho, Tensor) and rho == 0)
 
 
 def is_on_accelerator(value: object) -> bool:

@@ -20,6 +20,7 @@ from sparsesam.distributed.ddp import average_gradients, needs_every_gradient
 from sparsesam.filters import FilterLayers, WeightGradient, weight_gradient
 from sparsesam.masks.packed import PackedMask
 from sparsesam.options import Options
+from sparsesam.perturbation import is_unmoved
 from sparsesam.replay import Tape
 from sparsesam.utils.operators import nodes_of
 from sparsesam.wrapper import PerturbedParams
@@ -71,8 +72,9 @@ class Shortcuts:
                 "their layers need every gradient"
             )
         self._model, self._ddp, self._options = model, ddp, options
-        moved = {p.name: p.parameter for p in params if _moves(masks[p.name], p.rho, options)}
-        counts_all = options.norm == "full" or options.ascent == "implicit-dense"
+        is_dense = options.ascent == "implicit-dense"
+        moved = {p.name: p.parameter for p in params if not is_unmoved(None if is_dense else masks[p.name], p.rho)}
+        counts_all = options.norm == "full" or is_dense
         self._needed = [p.parameter for p in params if counts_all or p.name in moved]
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         why = _why_nothing(options, params, is_due, moved)
@@ -191,11 +193,6 @@ class Shortcuts:
             return True
         self.tape.release()
         return self.tape.is_worthwhile
-
-
-def _moves(mask: PackedMask | None, rho: float | Tensor, options: Options) -> bool:
-    is_empty = mask is not None and mask.is_empty and options.ascent != "implicit-dense"
-    return not is_empty and (isinstance(rho, Tensor) or rho != 0)
 
 
 def _why_nothing(options: Options, params: PerturbedParams, is_due: bool, moved: Mapping[str, Tensor]) -> str:
