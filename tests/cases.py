@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import sparsesam
 from sparsesam import perturbation
+from sparsesam.filters import are_saved_tensors_hooked
 
 #: earlier versions fail in torch itself (2.6, 2.7), or train plain SGD differently from one process (2.8)
 needs_fsdp2_on_a_cpu = pytest.mark.skipif(torch.__version__ < "2.9", reason="fully_shard on a CPU needs torch 2.9")
@@ -183,8 +184,8 @@ def snapshot(model):
 
 def modes():
     """The number of torch's modes that are active: functions, dispatch, saved tensors."""
-    saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() + saved_tensors
+    stacks = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    return stacks + are_saved_tensors_hooked()
 
 
 def hooks_of(model):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch._functorch.config as functorch
 from torch import nn
+from torch.utils import _python_dispatch
 
 from sparsesam.distributed.ddp import unwrap
 
@@ -16,6 +17,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _REGIONS = "wrap_inductor_compiled_regions"
+#: Whether compiled code runs compiled while the tape's dispatch mode is active; older versions of torch run it eagerly.
+COMPILES_WITHIN_MODES = hasattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals")
 
 
 def compile_blocks(model: Model, **options: Any) -> Model:
@@ -28,7 +31,7 @@ def compile_blocks(model: Model, **options: Any) -> Model:
     This compiles faster than ``torch.compile(model)``, because equal blocks share their code. Each block is one
     operation for the second forward, which uses it again if it draws no random numbers and writes to no buffer but, in
     host memory, to running statistics. It is shown by torch's option ``wrap_inductor_compiled_regions``; with a torch
-    or a backend without it, blocks always run.
+    or a backend without it, blocks always run. A torch that would not compile in recorded passes records nothing.
 
     It also turns off torch's donated buffers for this process (``torch._functorch.config.donated_buffer``): with them,
     a compiled backward overwrites tensors that the second forward would use.

@@ -100,11 +100,11 @@ def _is_plain_call(func: Any, arguments: tuple[Any, ...]) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-        and not _are_saved_tensors_hooked()
+        and not are_saved_tensors_hooked()
     )
 
 
-def _are_saved_tensors_hooked() -> bool:
+def are_saved_tensors_hooked() -> bool:
     """A checkpoint's hooks compare what two runs of the same code save, and one may run outside of the mode."""
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("saved tensors have hooks"):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsesam.compile_blocks import COMPILES_WITHIN_MODES, is_compiled
 from sparsesam.distributed.ddp import average_gradients, needs_every_gradient
 from sparsesam.filters import FilterLayers, WeightGradient, weight_gradient
 from sparsesam.masks.packed import PackedMask
@@ -89,6 +90,8 @@ class Shortcuts:
             why = "every parameter is perturbed"
         elif not why and options.ascent_fraction < 1:
             why = "the ascent uses only a part of the batch"
+        elif not why and not COMPILES_WITHIN_MODES and any(map(is_compiled, model.modules())):
+            why = f"torch {torch.__version__} runs compiled modules uncompiled while operations are recorded"
         elif not why and not records:
             why = "operations are so small that recording them takes longer than running them again"
         self.why_no_tape = why
