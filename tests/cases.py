@@ -183,9 +183,9 @@ def snapshot(model):
 
 
 def modes():
-    """The number of torch's modes that are active: functions, dispatch, saved tensors."""
+    """The number of torch's modes that are active: functions, dispatch, saved tensors, no functions."""
     stacks = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
-    return stacks + are_saved_tensors_hooked()
+    return stacks + are_saved_tensors_hooked() + (not torch._C._is_torch_function_enabled())
 
 
 def hooks_of(model):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +148,8 @@ class Shortcuts:
     def backward(self, loss: Tensor, options: dict[str, Any]) -> None:
         """The backward of the first pass."""
         with torch._C.DisableTorchFunction():
-            inputs = [p for p in self.inputs or () if p.requires_grad]
+            # In a comprehension of Python 3.13, Ctrl-C may leave the block without its end.
+            inputs = list(filter(attrgetter("requires_grad"), self.inputs or ()))
             # torch refuses to differentiate a reentrant checkpoint in part.
             checkpoint = "CheckpointFunctionBackward"
             is_full = not inputs or any(type(node).__name__ == checkpoint for node in nodes_of([loss.grad_fn]))
