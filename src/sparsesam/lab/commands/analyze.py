@@ -1,4 +1,4 @@
-"""``sparsesam analyze``: measurements of trained runs."""
+"""Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyze.md)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from sparsesam.lab.commands.parser import Namespace, Parser, add_options
 from sparsesam.lab.display import assign_styles, check_plot, to_rich, write_plot
 from sparsesam.lab.inspection import ANALYSES, LabeledResult, TrainedRun
 from sparsesam.lab.inspection.trained_run import EvalSettings
-
-HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyze.md)."
 
 
 def add_arguments(parser: Parser) -> None:

@@ -1,4 +1,4 @@
-"""``sparsesam eval``: loss and accuracy of a trained run."""
+"""Evaluate the weights of a run on its test or validation images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.training import loss_and_accuracy
 from sparsesam.lab.inspection import TrainedRun, load_run
 
-HELP = "Evaluate the weights of a run on its test or validation images."
 WEIGHTS = "best, last, or a file of weights (default: best)"
 
 

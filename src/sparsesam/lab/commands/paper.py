@@ -1,4 +1,9 @@
-"""``sparsesam paper``: the tables and figures of the paper."""
+"""Reproduce a table or figure of the paper.
+
+`list` lists them, `show NAME` shows the runs and the source of each setting, `run NAME` trains them, prints our numbers
+beside the paper's and draws the figures. NAME is a label of the paper (fig:hessian), another name (landscape) or a
+number (table 4).
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,6 @@ from sparsesam.lab.paper.comparison import RecipeRuns
 from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, cost_table, dry_run
 from sparsesam.lab.paper.figures import draw_figure
 from sparsesam.lab.paper.recipe import Scale, recipe, recipes
-
-HELP = (
-    "Reproduce a table or figure of the paper. `list` lists them, `show NAME` shows the runs and the source of each "
-    "setting, `run NAME` trains them, prints our numbers beside the paper's and draws the figures. NAME is a label of "
-    "the paper (fig:hessian), another name (landscape) or a number (table 4)."
-)
 
 
 def add_arguments(parser: Parser) -> None:

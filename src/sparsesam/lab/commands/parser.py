@@ -26,7 +26,7 @@ __all__ = ["Namespace", "Parser", "add_options", "add_settings", "settings_from"
 class Parser(ArgumentParser):
     """argparse with any type hint as ``type``, one-line errors, and suggestions for unknown options."""
 
-    def __init__(self, prog: str, description: str, **options: Any) -> None:
+    def __init__(self, prog: str, description: str | None, **options: Any) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
 
     def add_argument(self, *names: str, group: Any = None, **options: Any) -> Any:

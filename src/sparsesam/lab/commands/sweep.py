@@ -1,4 +1,8 @@
-"""``sparsesam sweep``: train a grid of runs and show its progress."""
+"""Train every combination of settings in a YAML file, for every seed, and show the progress.
+
+Finished runs are not run again; the same command continues an interrupted sweep. `sparsesam sweep demo` is included and
+takes two minutes.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,6 @@ from sparsesam.lab.experiment.observers import duration
 from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt, read_yaml
 from sparsesam.lab.experiment.sweep import Job, read_sweep, sweep_jobs
 from sparsesam.lab.experiment.variants import Variant, costs_of, grouped, results_table
-
-HELP = (
-    "Train every combination of settings in a YAML file, for every seed. Finished runs are not run again; the same "
-    "command continues an interrupted sweep. `sparsesam sweep demo` is included and takes two minutes."
-)
 
 
 def add_arguments(parser: Parser) -> None:
