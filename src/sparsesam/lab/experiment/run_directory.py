@@ -108,7 +108,6 @@ class RunDirectory:
 
     def begin(self, config: TrainConfig, environment: RunEnvironment) -> None:
         """Write the settings; a run that is extended by more epochs loses its result."""
-        self.check(config, resume=environment.resume)
         for left in (self.failure, *self.path.glob("*.part"), *self.masks.glob("*.part")):  # of a run that ended early
             left.unlink(missing_ok=True)
         self.result.unlink(missing_ok=True)
