@@ -55,18 +55,13 @@ class SweepCalibration:
     provenance: Mapping[str, Any]
 
     def seconds_per_epoch(self, config: TrainConfig) -> float | None:
-        return getattr(self.variants.get(key(config)), "seconds_per_epoch", None)
+        return getattr(self.variants.get(config.variant.content_hash), "seconds_per_epoch", None)
 
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
         """Whether it contains all configs, measured on the same kind of machine with the same versions."""
         current = provenance()
         same = all(self.provenance.get(name) == current[name] for name in ("cpu", "machine", "torch", "sparsesam"))
-        return same and all(key(config) in self.variants for config in configs)
-
-
-def key(config: TrainConfig) -> str:
-    """Returns a key that is the same for all seeds of a variant."""
-    return config.variant.content_hash
+        return same and all(config.variant.content_hash in self.variants for config in configs)
 
 
 def read_calibration(folder: Path) -> SweepCalibration | None:
@@ -92,7 +87,7 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
 
 def _measure(jobs: Sequence[Job], environment: RunEnvironment) -> dict[str, VariantTime]:
     load = cache(partial(load_splits, environment=environment))
-    variants = {name: same[0] for name, same in grouped(jobs, lambda job: key(job.config)).items()}
+    variants = {name: same[0] for name, same in grouped(jobs, lambda job: job.config.variant.content_hash).items()}
     steppers: dict[str, list[_Stepper]] = {}
     for name, job in variants.items():
         config = replace(job.config, seed=0)

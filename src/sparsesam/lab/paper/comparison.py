@@ -10,11 +10,10 @@ from pathlib import Path
 from rich.console import Group
 
 from sparsesam.lab.display import Table, cells, plural, to_rich
-from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.run_directory import read_json
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.experiment.variants import Variant, grouped
+from sparsesam.lab.experiment.variants import MIN_SEEDS, Variant, grouped, rank
 from sparsesam.lab.paper.recipe import Column, Recipe
 
 
