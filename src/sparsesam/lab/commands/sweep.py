@@ -79,7 +79,7 @@ def execute(
     begun, epochs = time.monotonic(), _epochs_left(distinct)
 
     def status() -> str:
-        finished, left, remaining = sum(job.is_finished for job in distinct), _epochs_left(distinct), ""
+        finished, left, remaining = sum(job.status == "finished" for job in distinct), _epochs_left(distinct), ""
         if 0 < left < epochs:
             seconds = left * (time.monotonic() - begun) / (epochs - left)
             remaining = f", about {duration(seconds)} remaining"
@@ -108,8 +108,7 @@ def execute(
         if not console.is_terminal:
             console.line()  # after the table, which ends without one in a log
     except KeyboardInterrupt:
-        done = sum(job.is_finished for job in jobs)
-        raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; run the same command to continue") from None
+        raise Interrupted(f"{status()}; run the same command to continue") from None
 
 
 def _environment(options: Namespace) -> RunEnvironment:

@@ -5,7 +5,6 @@ runs.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -24,7 +23,7 @@ from sparsesam.lab.experiment.errors import DivergedError, RunError
 from sparsesam.lab.experiment.process import torch_settings
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import Sums
-from sparsesam.lab.experiment.run_directory import read_json, seal, write_atomically
+from sparsesam.lab.experiment.run_directory import read_json, write_json
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.experiment.variants import grouped
 
@@ -80,8 +79,7 @@ def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) ->
     """Measure every variant of the jobs and write ``calibration.json``; invalid settings of a variant raise here."""
     with torch_settings(environment.threads or 1):
         found = SweepCalibration(_measure(jobs, environment), provenance())
-    content = {"kind": "calibration", **asdict(found)}
-    write_atomically(folder / FILE, json.dumps(seal(content), indent=1) + "\n")
+    write_json(folder / FILE, {"kind": "calibration", **asdict(found)})
     return found
 
 

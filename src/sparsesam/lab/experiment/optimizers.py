@@ -68,8 +68,7 @@ def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
 def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kind: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.base_name]
-    names = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
-    base: Optimizer = kind(parameters, **accepted(kind, {name: getattr(config, name) for name in names}))
+    base: Optimizer = kind(parameters, **accepted(kind, vars(config)))  # each has some of our settings
     if (largest := config.clip_grad_norm) is not None:
 
         def clip(*_: Any) -> None:

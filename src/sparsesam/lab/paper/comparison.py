@@ -29,6 +29,10 @@ class RecipeRuns:
     def _by_settings(self) -> dict[TrainConfig, list[Job]]:
         return grouped(self.jobs, lambda job: job.config.variant)
 
+    @property
+    def finished(self) -> list[Job]:
+        return [job for job in self.jobs if job.status == "finished"]
+
     def of(self, row: str, column: Column) -> Variant[Job]:
         """Returns the runs of a cell."""
         config = self.recipe.config(row, column).variant
@@ -69,7 +73,7 @@ class RecipeRuns:
             lines = [cells(*line) for line in zip(*texts, strict=True)]
             tables.append(to_rich(Table("comparison", "", headings, lines), ""))
         tables[0].title = f"{recipe.place}: {recipe.title}"
-        tables[-1].caption = f"{sum(job.is_finished for job in self.jobs)} of {plural(len(self.jobs), 'run')}"
+        tables[-1].caption = f"{len(self.finished)} of {plural(len(self.jobs), 'run')}"
         return Group(*tables)
 
     def sentences(self) -> Iterator[str]:
@@ -96,7 +100,7 @@ class RecipeRuns:
             )
         numbers = self.numbers()
         if seeds := sorted({len(values) for values in numbers.values()}):
-            machines = "; ".join(dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished))
+            machines = "; ".join(dict.fromkeys(map(_machine, self.finished)))
             count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
             yield f"On {machines}. {count} for each number; from three on, ± is the 95 % interval of the mean."
         for column in recipe.columns:
