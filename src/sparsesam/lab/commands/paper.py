@@ -22,7 +22,7 @@ from sparsesam.lab.display import check_plot
 from sparsesam.lab.experiment.setting_types import PositiveFloat, PositiveInt
 from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.comparison import RecipeRuns
-from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, cost_table, dry_run
+from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, dry_run
 from sparsesam.lab.paper.figures import draw_figure
 from sparsesam.lab.paper.recipe import Scale, recipe, recipes
 
@@ -53,9 +53,8 @@ def run(options: Namespace) -> None:
     if options.action == "show":
         _show(runs)
     elif options.dry_run:
-        for line in dry_run(chosen):
+        for line in dry_run(chosen, seeds=seeds, tflops=options.tflops):
             print(line, flush=True)
-        Console(highlight=False).print(cost_table(chosen, seeds=seeds, tflops=options.tflops))
         counted = "a backward pass counts as two forward passes, a Hessian-vector product as two of both"
         print(f"Estimates, hours at {options.tflops:g} TFLOP/s (--tflops): {counted}.")
     else:
