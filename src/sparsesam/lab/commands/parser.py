@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sparsesam.lab.experiment.config import DEFAULTS, RunEnvironment, TrainConfig, check_used, complete, split_settings
+from sparsesam.lab.experiment.config import DEFAULTS, RunEnvironment, TrainConfig, check_used, split_settings
 from sparsesam.lab.experiment.setting_types import alternatives, as_mapping, choices, convert, read_yaml
 from sparsesam.lab.names import unknown_name
 
@@ -108,7 +108,7 @@ def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) ->
     in_files.pop("sum", None)  # of a run's config.yaml
     known = [setting.name for kind in (TrainConfig, RunEnvironment) for setting in dataclasses.fields(kind)]
     chosen = {name: value for name, value in vars(options).items() if name in known}
-    config, environment = split_settings({**(saved or {}), **complete({**in_files, **chosen})})
+    config, environment = split_settings({**(saved or {}), **in_files, **chosen})
     check_used(config, [*chosen, *(name for name in in_files if getattr(config, name, None) != DEFAULTS.get(name))])
     return config, environment
 

@@ -20,11 +20,11 @@ from sparsesam.lab.experiment.batches import Batches, load_splits
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import CheckpointError, DivergedError, Interrupted, LostRankError
 from sparsesam.lab.experiment.observers import Curves, RunObserver
-from sparsesam.lab.experiment.process import lost_ranks_are_named, stop_on_signal, torch_settings
+from sparsesam.lab.experiment.process import name_lost_ranks, stop_on_signal, torch_settings
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import EpochRecord, RunResult, best_of, complete_epoch, read_epochs, run_result
 from sparsesam.lab.experiment.run_directory import RunDirectory, append_records
-from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
+from sparsesam.lab.experiment.seeds import Purpose, derive_seed, seed_global
 from sparsesam.lab.experiment.training import Training
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run_training(
         splits = load_splits(config, environment, progress=main and not environment.quiet and sys.stdout.isatty())
         fabric.launch()
         try:
-            with lost_ranks_are_named(fabric, command):
+            with name_lost_ranks(fabric, command):
                 training = make_training(config, splits, fabric, environment)
                 with directory.locked() if main else nullcontext():
                     # First, so that an unreadable checkpoint leaves the run unchanged.
@@ -109,7 +109,7 @@ def make_training(
         raise ValueError(f"ascent must be explicit on several devices, got {config.ascent}; use one device")
     workers = min(4, joblib.cpu_count()) if environment.workers is None else environment.workers
     batches = Batches(config, splits, fabric.device, rank=fabric.global_rank, world=fabric.world_size, workers=workers)
-    seed_global(derive(config.seed, Purpose.WEIGHTS), fabric.device)
+    seed_global(derive_seed(config.seed, Purpose.WEIGHTS), fabric.device)
     model = models.build_model(config.model, splits.num_classes, splits.in_channels, splits.image_size)
     if config.init_from is not None:
         try:

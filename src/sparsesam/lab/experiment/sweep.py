@@ -19,7 +19,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, check_used, complete, from_mapping, unused
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, check_used, from_mapping, unused
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import RunResult, read_result
 from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, write_json
@@ -131,7 +131,7 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     for label, values in variants.items():
         own = as_mapping(f"variant {label}", values or {})
         for point in itertools.product(*axes):
-            config = from_mapping(complete({**settings, **dict(point), **own, **overrides}))
+            config = from_mapping({**settings, **dict(point), **own, **overrides})
             if config.seed != 0:
                 raise ValueError(f"seed must be left out, got {config.seed}; `seeds: [{config.seed}]` sets it")
             check_used(config, own.keys() - overrides.keys())
@@ -190,7 +190,7 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         try:
-            with claimed_gpu(gpus, job.directory.parent) if gpus else nullcontext(environment.devices) as devices:
+            with claim_gpu(gpus, job.directory.parent) if gpus else nullcontext(environment.devices) as devices:
                 mine = replace(environment, name=job.label, out=job.directory, devices=devices)
                 run_training(job.config, mine, stop=is_orphan)
         except (Interrupted, KeyboardInterrupt):
@@ -203,7 +203,7 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
 
 
 @contextmanager
-def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
+def claim_gpu(count: int, folder: Path) -> Iterator[str]:
     """Yield a GPU that no other run of the sweep uses, as a ``devices`` string; the lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in itertools.cycle(range(count)):
