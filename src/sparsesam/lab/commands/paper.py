@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsesam.lab.commands.parser import Namespace, Parser
-from sparsesam.lab.commands.sweep import add_execution, execute, overrides, report_failures
+from sparsesam.lab.commands.sweep import add_execution, environment_of, execute, overrides, report_failures
 from sparsesam.lab.display import check_plot
 from sparsesam.lab.experiment.setting_types import PositiveFloat, PositiveInt
 from sparsesam.lab.paper.choices import other_choices, settings_of
@@ -49,7 +49,7 @@ def run(options: Namespace) -> None:
     chosen = recipe(options.name).at(options.scale, overrides(options.set))
     chosen.check_overrides()
     out, seeds = options.out or chosen.directory, options.seeds or (3 if chosen.has_numbers else 1)
-    runs = RecipeRuns(chosen, chosen.sweep(range(seeds)).jobs(out), options.data_dir)
+    runs = RecipeRuns(chosen, chosen.sweep(range(seeds)).jobs(out), environment_of(options).data_dir)
     if options.action == "show":
         _show(runs)
     elif options.dry_run:

@@ -19,10 +19,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sparsesam.lab.commands.parser import Namespace, Parser, add_options
+from sparsesam.lab.commands.parser import Namespace, Parser, add_options, given_options
 from sparsesam.lab.display import plural, to_rich
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
-from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.config import Machine, RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.observers import duration
 from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt, read_yaml
@@ -47,7 +47,7 @@ def add_execution(parser: Parser) -> None:
     text = "local processes or a Ray cluster"
     parser.add_argument("--backend", type=Literal["loky", "ray"], default="loky", help=text)
     parser.add_argument("--retry", action="store_true", help="run failed runs again")
-    add_options(parser, RunEnvironment, only=["data_dir"])
+    add_options(parser, Machine)
 
 
 def run(options: Namespace) -> None:
@@ -57,7 +57,7 @@ def run(options: Namespace) -> None:
     calibration = None if options.no_calibration else read_calibration(out)
     if not options.no_calibration and (calibration is None or not calibration.fits([job.config for job in jobs])):
         with Console(stderr=True).status("measuring the time of a step of every variant …"):
-            calibration = calibrate(jobs, _environment(options), out)  # checks every variant before training starts
+            calibration = calibrate(jobs, environment_of(options), out)  # checks every variant before training starts
     sweep.write(out)
     execute(jobs, options, lambda: sweep_table(sweep.title, jobs, calibration))
     print(f"runs: {out}")
@@ -99,7 +99,7 @@ def execute(
         line = f"{job.label}, seed {job.seed}: {ending}; {status()}"
         console.print(line, soft_wrap=True, markup=False)
 
-    workers, environment = options.jobs or options.gpus or joblib.cpu_count(), _environment(options)
+    workers, environment = options.jobs or options.gpus or joblib.cpu_count(), environment_of(options)
     start = partial(sweep_jobs, backend=options.backend, retry=options.retry, gpus=options.gpus, on_end=ended)
     try:
         with Live(get_renderable=view, console=console, refresh_per_second=1, redirect_stderr=False):
@@ -111,8 +111,8 @@ def execute(
         raise Interrupted(f"{status()}; run the same command to continue") from None
 
 
-def _environment(options: Namespace) -> RunEnvironment:
-    return RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto")
+def environment_of(options: Namespace) -> RunEnvironment:
+    return RunEnvironment(**{"accelerator": "cuda" if options.gpus else "auto", **given_options(options, Machine)})
 
 
 def _epochs_left(jobs: Sequence[Job]) -> int:
