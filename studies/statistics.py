@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from sparsesam.lab.experiment.confidence import half_width
+from sparsesam.lab.experiment.variants import half_width
 
 
 @dataclass(frozen=True)

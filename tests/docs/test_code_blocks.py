@@ -8,12 +8,13 @@ import json
 import logging
 import re
 import shlex
+from importlib import import_module
 
 import pytest
 import yaml
 
 import sparsesam
-from sparsesam.lab.commands import COMMANDS, find
+from sparsesam.lab.cli import COMMANDS
 from sparsesam.lab.commands.parser import Parser
 from tests.docs import pages
 from tests.docs.setups import SETUPS, usual
@@ -73,8 +74,8 @@ def test_commands_parse(page):
     for line in commands_in((pages.ROOT / page).read_text()):
         command, *arguments = shlex.split(line, comments=True)
         assert command in COMMANDS
-        module = find(command)
-        parser = Parser(f"sparsesam {command}", module.HELP)
+        module = import_module(f"sparsesam.lab.commands.{command}")
+        parser = Parser(f"sparsesam {command}", module.__doc__)
         module.add_arguments(parser)
         if arguments:
             parser.parse_args(arguments)

@@ -8,8 +8,8 @@ import torch
 import yaml
 from PIL import Image
 
-from sparsesam.lab.cli import main
-from sparsesam.lab.commands import COMMANDS, data
+from sparsesam.lab.cli import COMMANDS, main
+from sparsesam.lab.commands import data
 from sparsesam.lab.experiment import read_records
 from sparsesam.lab.inspection import ANALYSES
 

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import lightning_fabric  # noqa: F401 - once, not in each fork, where signals would meet nothing but its import
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sparsesam.lab.experiment import recorder
 from sparsesam.lab.experiment import run as run_module
 from sparsesam.lab.experiment.batches import Batches
 from sparsesam.lab.experiment.checkpoint import CheckpointError
@@ -114,7 +113,7 @@ def watch_places(met: Path) -> None:
     before, after = (partial(reached, f"{when} a file is replaced") for when in ("before", "after"))
     watch(Path, "replace", before=before, after=after)
     watch(os, "fsync", before=partial(reached, "within a checkpoint"))
-    watch(recorder, "append_records", after=partial(reached, "after a record"))
+    watch(run_module, "append_records", after=partial(reached, "after a record"))
     watch(run_module, "make_training", before=met.touch)  # the first call after two ranks have met
 
 

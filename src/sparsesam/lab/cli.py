@@ -1,13 +1,29 @@
-"""The ``sparsesam`` command."""
+"""The ``sparsesam`` command.
+
+A subcommand is a module in `sparsesam.lab.commands` with ``add_arguments(parser)``, ``run(options)`` and a docstring,
+which ``--help`` shows, and a line in `COMMANDS`. It is imported only when it is called.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from sparsesam import __version__
-from sparsesam.lab.commands import COMMANDS, find
+
+COMMANDS = {
+    "train": "train one model",
+    "sweep": "train a grid of settings times seeds, on all cores",
+    "eval": "evaluate the weights of a run",
+    "export": "write the weights of a run as a state_dict or safetensors",
+    "paper": "reproduce a table or figure of the paper and compare the numbers",
+    "data": "draw training images as the network sees them",
+    "analyze": "measure trained runs: landscape, Hessian, gradients, masks, bounds",
+    "report": "write one HTML page about runs: tables, charts, analyses",
+    "doctor": "show versions, devices, and which fast paths are on",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sparsesam.lab.names import unknown_name
     except ImportError as error:
         if command == "doctor":  # it works without these packages and reports what is missing
-            find(command).run()
+            import_module("sparsesam.lab.commands.doctor").run()
             return 0
         return _say(f"the command line needs {error.name}: pip install 'sparsesam[experiment]'", 2)
     if command not in COMMANDS:
         return _say(unknown_name("command", command, COMMANDS), 2)
     try:
-        module = find(command)
-        parser = Parser(f"sparsesam {command}", module.HELP)
+        module = import_module(f"sparsesam.lab.commands.{command}")
+        parser = Parser(f"sparsesam {command}", module.__doc__)
         module.add_arguments(parser)
         try:
             options = parser.parse_args(rest)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparsesam.lab.experiment.calibration import calibrate, key, read_calibration
+from sparsesam.lab.experiment.calibration import calibrate, read_calibration
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.run_directory import unseal
 from sparsesam.lab.experiment.sweep import Job
@@ -41,7 +41,7 @@ def test_saved_calibration_is_reused_for_same_variants_only(tmp_path):
     assert not again.fits([replace(SHORT, lr=0.3)])
     content = unseal(json.loads((tmp_path / "calibration.json").read_text()))
     assert content["kind"] == "calibration"
-    assert list(content["variants"]) == [key(made[1].config)] == [replace(SHORT, seed=0).content_hash]
+    assert list(content["variants"]) == [made[1].config.variant.content_hash] == [replace(SHORT, seed=0).content_hash]
     content["provenance"]["cpu"] = "another"
     (tmp_path / "calibration.json").write_text(json.dumps(content))
     assert not read_calibration(tmp_path).fits([SHORT])
@@ -50,7 +50,7 @@ def test_saved_calibration_is_reused_for_same_variants_only(tmp_path):
 
 def test_epochs_before_first_ascent_cost_as_much_as_plain_ones(tmp_path):
     made = jobs(tmp_path, SGD={}, late={"optimizer": "sam", "ascent_start": 3.0})
-    late = calibrate(made, PLACE, tmp_path).variants[key(made[2].config)]
+    late = calibrate(made, PLACE, tmp_path).variants[made[2].config.variant.content_hash]
     assert late.seconds_per_epoch < 0.9 * 5 * max(late.seconds_per_step)
 
 

@@ -107,9 +107,9 @@ def test_weights_of_another_run_are_neither_evaluated_nor_exported(runs):
     assert main(["export", str(runs / "stopped"), "-o", str(runs / "weights.pt")]) == 1
 
 
-@pytest.mark.parametrize("killed_in", ["RunRecorder._save", "_save_best"])
+@pytest.mark.parametrize("killed_in", ["_save", "_save_best"])
 def test_run_killed_before_its_first_last_or_best_checkpoint_resumes(runs, tmp_path, killed_in):
-    killed = mock.patch(f"sparsesam.lab.experiment.recorder.{killed_in}", side_effect=KeyboardInterrupt)
+    killed = mock.patch(f"sparsesam.lab.experiment.run.RunRecorder.{killed_in}", side_effect=KeyboardInterrupt)
     with killed, pytest.raises(KeyboardInterrupt):
         train(tmp_path / "begun", **SPARSE)
     assert len(read_records(tmp_path / "begun" / "records.jsonl")) == 2

@@ -48,7 +48,7 @@ sweep_jobs(jobs, RunEnvironment(accelerator="cpu"), workers=2, backend="ray",
            on_end=lambda job, warnings: ended.append(job))
 assert (out / "lost").exists()
 assert sorted(job.config.seed for job in ended) == [0, 1, 2, 3], ended
-assert all(job.is_finished for job in ended), ended
+assert all(job.status == "finished" for job in ended), ended
 ray.shutdown()
 cluster.shutdown()
 """

@@ -5,7 +5,7 @@ from sparsesam.checkpoint import split_own
 from sparsesam.lab.experiment import append_records, checkpoint, read_masks, read_records
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
 from sparsesam.lab.experiment.errors import Interrupted
-from sparsesam.lab.experiment.recorder import masks_are_small
+from sparsesam.lab.experiment.run import masks_are_small
 from sparsesam.lab.experiment.run_directory import RunDirectory
 from tests.lab.experiment.runs import SHORT, InterruptAt, same, train
 

@@ -20,7 +20,7 @@ from sparsesam.lab.cli import main
 from sparsesam.lab.commands.sweep import overrides, sweep_table
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.errors import RunError
-from sparsesam.lab.experiment.sweep import claimed_gpu, read_sweep, sweep_jobs
+from sparsesam.lab.experiment.sweep import claim_gpu, read_sweep, sweep_jobs
 from tests.lab.experiment.runs import result_with
 
 SETTINGS = {"train_size": 64, "test_size": 40, "epochs": 1, "batch_size": 32}
@@ -196,9 +196,9 @@ def test_accuracy_cost_budget_and_seeds_are_summarized(tmp_path):
 
 
 def test_each_run_claims_one_gpu(tmp_path):
-    with claimed_gpu(2, tmp_path) as first, claimed_gpu(2, tmp_path) as second:
+    with claim_gpu(2, tmp_path) as first, claim_gpu(2, tmp_path) as second:
         assert {first, second} == {"0,", "1,"}
-    with claimed_gpu(2, tmp_path) as again:
+    with claim_gpu(2, tmp_path) as again:
         assert again == "0,"
 
 

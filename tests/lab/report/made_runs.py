@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from benchmarks.report import PROVENANCE
 
 from sparsesam import analysis
-from sparsesam.lab.experiment.calibration import SweepCalibration, VariantTime, key
+from sparsesam.lab.experiment.calibration import SweepCalibration, VariantTime
 from sparsesam.lab.inspection.bound import BoundResult
 from sparsesam.lab.inspection.convergence import ConvergenceAnalysis
 from sparsesam.lab.inspection.hessian import HessianResult
@@ -19,7 +19,7 @@ from sparsesam.lab.report.read_run import RunRecord
 
 def write_calibration(folder, runs, seconds):
     """The file that a sweep writes beside its runs."""
-    measured = zip((key(RunRecord(run).config) for run in runs), seconds, strict=True)
+    measured = zip((RunRecord(run).config.variant.content_hash for run in runs), seconds, strict=True)
     times = {name: VariantTime("", [per_epoch / 10], None, per_epoch, 3) for name, per_epoch in measured}
     (folder / "calibration.json").write_text(json.dumps(asdict(SweepCalibration(times, PROVENANCE))))
 

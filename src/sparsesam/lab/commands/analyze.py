@@ -1,19 +1,15 @@
-"""``sparsesam analyze``: measurements of trained runs."""
+"""Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyze.md)."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from sparsesam.lab.commands.parser import Namespace, Parser, add_options
+from sparsesam.lab.commands.parser import Namespace, Parser, add_options, given_options
 from sparsesam.lab.display import assign_styles, check_plot, to_rich, write_plot
 from sparsesam.lab.inspection import ANALYSES, LabeledResult, TrainedRun
 from sparsesam.lab.inspection.trained_run import EvalSettings
-
-HELP = "Analyze trained runs: print a table, and write RUN/analyses/NAME.json (docs/analyze.md)."
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,7 +32,8 @@ def add_arguments(parser: Parser) -> None:
 def run(options: Namespace) -> None:
     if options.plot is not None:
         check_plot(options.plot)
-    analysis, on = _from_options(ANALYSES[options.analysis], options), _from_options(EvalSettings, options)
+    kind, on = ANALYSES[options.analysis], EvalSettings(**given_options(options, EvalSettings))
+    analysis = kind(**given_options(options, kind))
     analysis, runs, notes = analysis.prepare([TrainedRun(path, on) for path in options.paths])
     styles = assign_styles(["" if analysis.needs == "nothing" else run.config.optimizer for run in runs])
     results = []
@@ -51,8 +48,3 @@ def run(options: Namespace) -> None:
     if options.plot is not None:
         write_plot(analysis.figures(analysis.name, results), options.plot)
         print(f"plot: {options.plot}")
-
-
-def _from_options(settings: Any, options: Namespace) -> Any:
-    names = [field.name for field in fields(settings) if hasattr(options, field.name)]
-    return settings(**{name: getattr(options, name) for name in names})

@@ -1,4 +1,4 @@
-"""``sparsesam data show``: training images as the network sees them."""
+"""Draw training images as the network sees them, with noise, corruption and augmentation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from sparsesam.lab.data.augment import denormalize
 from sparsesam.lab.display import check_plot, plural, write_images
 from sparsesam.lab.experiment.batches import Batches, load_splits
 from sparsesam.lab.experiment.setting_types import PositiveInt
-
-HELP = "Draw training images as the network sees them, with noise, corruption and augmentation."
 
 
 def add_arguments(parser: Parser) -> None:

@@ -1,4 +1,4 @@
-"""``sparsesam doctor``: installed versions, devices, and what a trial step leaves out."""
+"""Show installed versions, available devices, and what a trial step leaves out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 import sparsesam
 
-HELP = "Show installed versions, available devices, and what a trial step leaves out."
 PACKAGES = "numpy lightning-fabric scikit-learn plotly matplotlib pytorch-lightning transformers accelerate ray"
 
 

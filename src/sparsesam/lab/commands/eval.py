@@ -1,19 +1,18 @@
-"""``sparsesam eval``: loss and accuracy of a trained run."""
+"""Evaluate the weights of a run on its test or validation images."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from sparsesam.lab.commands.parser import Namespace, Parser, add_options
+from sparsesam.lab.commands.parser import Namespace, Parser, add_options, given_options
 from sparsesam.lab.display import plural
 from sparsesam.lab.experiment.batches import Batches
-from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.config import Machine
 from sparsesam.lab.experiment.run import make_fabric
 from sparsesam.lab.experiment.training import loss_and_accuracy
 from sparsesam.lab.inspection import TrainedRun, load_run
 
-HELP = "Evaluate the weights of a run on its test or validation images."
 WEIGHTS = "best, last, or a file of weights (default: best)"
 
 
@@ -22,18 +21,19 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--weights", type=str, default="best", help=WEIGHTS)
     text = "images to evaluate on (default: test)"
     parser.add_argument("--split", type=Literal["test", "val"], default="test", help=text)
-    add_options(parser, RunEnvironment, only=["data_dir", "accelerator"])
+    add_options(parser, Machine)
 
 
-def load_trained(options: Namespace, **more: Any) -> TrainedRun:
+def load_trained(options: Namespace) -> TrainedRun:
     """Load the run in ``options.run`` with the requested weights."""
+    machine = given_options(options, Machine)
     if options.weights in ("best", "last"):
-        return load_run(options.run, checkpoint=options.weights, **more)
-    return load_run(options.run, weights=Path(options.weights), **more)
+        return load_run(options.run, checkpoint=options.weights, **machine)
+    return load_run(options.run, weights=Path(options.weights), **machine)
 
 
 def run(options: Namespace) -> None:
-    trained = load_trained(options, data_dir=options.data_dir, accelerator=options.accelerator)
+    trained = load_trained(options)
     if options.split == "val" and trained.config.val_size is None:
         raise ValueError(f"{options.run} has no validation images (val_size); evaluate it on the test images")
     fabric = make_fabric(trained.config, trained.environment)

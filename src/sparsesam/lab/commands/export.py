@@ -1,4 +1,4 @@
-"""``sparsesam export``: write the weights of a run for other programs."""
+"""Write the weights of a run as a plain state_dict (.pt, .pth) or as safetensors (.safetensors)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from sparsesam.lab.commands.eval import WEIGHTS, load_trained
 from sparsesam.lab.commands.parser import Namespace, Parser
 from sparsesam.lab.display import make_parent, plural
 
-HELP = "Write the weights of a run as a plain state_dict (.pt, .pth) or as safetensors (.safetensors)."
 WEIGHT_FORMATS = (".pt", ".pth", ".safetensors")
 
 

@@ -1,4 +1,9 @@
-"""``sparsesam paper``: the tables and figures of the paper."""
+"""Reproduce a table or figure of the paper.
+
+`list` lists them, `show NAME` shows the runs and the source of each setting, `run NAME` trains them, prints our numbers
+beside the paper's and draws the figures. NAME is a label of the paper (fig:hessian), another name (landscape) or a
+number (table 4).
+"""
 
 from __future__ import annotations
 
@@ -12,20 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsesam.lab.commands.parser import Namespace, Parser
-from sparsesam.lab.commands.sweep import add_execution, execute, overrides, report_failures
+from sparsesam.lab.commands.sweep import add_execution, environment_of, execute, overrides, report_failures
 from sparsesam.lab.display import check_plot
 from sparsesam.lab.experiment.setting_types import PositiveFloat, PositiveInt
 from sparsesam.lab.paper.choices import other_choices, settings_of
 from sparsesam.lab.paper.comparison import RecipeRuns
-from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, cost_table, dry_run
+from sparsesam.lab.paper.dry_run import PAPER_TFLOPS, dry_run
 from sparsesam.lab.paper.figures import draw_figure
 from sparsesam.lab.paper.recipe import Scale, recipe, recipes
-
-HELP = (
-    "Reproduce a table or figure of the paper. `list` lists them, `show NAME` shows the runs and the source of each "
-    "setting, `run NAME` trains them, prints our numbers beside the paper's and draws the figures. NAME is a label of "
-    "the paper (fig:hessian), another name (landscape) or a number (table 4)."
-)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -50,13 +49,12 @@ def run(options: Namespace) -> None:
     chosen = recipe(options.name).at(options.scale, overrides(options.set))
     chosen.check_overrides()
     out, seeds = options.out or chosen.directory, options.seeds or (3 if chosen.has_numbers else 1)
-    runs = RecipeRuns(chosen, chosen.sweep(range(seeds)).jobs(out), options.data_dir)
+    runs = RecipeRuns(chosen, chosen.sweep(range(seeds)).jobs(out), environment_of(options).data_dir)
     if options.action == "show":
         _show(runs)
     elif options.dry_run:
-        for line in dry_run(chosen):
+        for line in dry_run(chosen, seeds=seeds, tflops=options.tflops):
             print(line, flush=True)
-        Console(highlight=False).print(cost_table(chosen, seeds=seeds, tflops=options.tflops))
         counted = "a backward pass counts as two forward passes, a Hessian-vector product as two of both"
         print(f"Estimates, hours at {options.tflops:g} TFLOP/s (--tflops): {counted}.")
     else:

@@ -16,17 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sparsesam.lab.experiment.config import DEFAULTS, RunEnvironment, TrainConfig, check_used, complete, split_settings
+from sparsesam.lab.experiment.config import DEFAULTS, RunEnvironment, TrainConfig, check_used, split_settings
 from sparsesam.lab.experiment.setting_types import alternatives, as_mapping, choices, convert, read_yaml
 from sparsesam.lab.names import unknown_name
 
-__all__ = ["Namespace", "Parser", "add_options", "add_settings", "settings_from"]
+__all__ = ["Namespace", "Parser", "add_options", "add_settings", "given_options", "settings_from"]
 
 
 class Parser(ArgumentParser):
     """argparse with any type hint as ``type``, one-line errors, and suggestions for unknown options."""
 
-    def __init__(self, prog: str, description: str, **options: Any) -> None:
+    def __init__(self, prog: str, description: str | None, **options: Any) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
 
     def add_argument(self, *names: str, group: Any = None, **options: Any) -> Any:
@@ -73,25 +73,28 @@ def add_settings(parser: Parser, *, leave_out: Sequence[str] = ()) -> None:
     add_options(parser, RunEnvironment, leave_out=leave_out)
 
 
-def add_options(
-    parser: Parser, kind: Any, *, only: Sequence[str] = (), leave_out: Sequence[str] = (), flags: bool = False
-) -> None:
+def add_options(parser: Parser, kind: Any, *, leave_out: Sequence[str] = (), flags: bool = False) -> None:
     """Add an option for every field with a help text; options that are not given are absent from the result.
 
-    ``only`` adds the named ones, with their defaults. ``flags``: options that are False by default take no value, so
-    the next word is another argument.
+    ``flags``: options that are False by default take no value, so the next word is another argument.
     """
     group, types = parser.add_argument_group(), typing.get_type_hints(kind)
     for setting in dataclasses.fields(kind):
-        if setting.name in leave_out or "help" not in setting.metadata or (only and setting.name not in only):
+        if setting.name in leave_out or "help" not in setting.metadata:
             continue
         if setting.metadata["group"] is not None:
             group = parser.add_argument_group(setting.metadata["group"])
         is_flag = flags and setting.default is False
         text = setting.metadata["help"] + ("" if is_flag else default_text(setting.default))
         how: dict[str, Any] = {"action": "store_true"} if is_flag else {"type": types[setting.name]}
-        default = setting.default if only else argparse.SUPPRESS
-        parser.add_argument(f"--{setting.name.replace('_', '-')}", group=group, default=default, help=text, **how)
+        flag = f"--{setting.name.replace('_', '-')}"
+        parser.add_argument(flag, group=group, default=argparse.SUPPRESS, help=text, **how)
+
+
+def given_options(options: Namespace, *kinds: Any) -> dict[str, Any]:
+    """Returns the options that were given, of those that `add_options` has added for these dataclasses."""
+    names = {setting.name for kind in kinds for setting in dataclasses.fields(kind)}
+    return {name: value for name, value in vars(options).items() if name in names}
 
 
 def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) -> tuple[TrainConfig, RunEnvironment]:
@@ -106,9 +109,8 @@ def settings_from(options: Namespace, saved: Mapping[str, Any] | None = None) ->
         except (OSError, ValueError) as error:
             raise ValueError(f"--config {file} cannot be read: {error}") from error
     in_files.pop("sum", None)  # of a run's config.yaml
-    known = [setting.name for kind in (TrainConfig, RunEnvironment) for setting in dataclasses.fields(kind)]
-    chosen = {name: value for name, value in vars(options).items() if name in known}
-    config, environment = split_settings({**(saved or {}), **complete({**in_files, **chosen})})
+    chosen = given_options(options, TrainConfig, RunEnvironment)
+    config, environment = split_settings({**(saved or {}), **in_files, **chosen})
     check_used(config, [*chosen, *(name for name in in_files if getattr(config, name, None) != DEFAULTS.get(name))])
     return config, environment
 

@@ -1,15 +1,13 @@
-"""``sparsesam report``: one page about many runs."""
+"""Write one self-contained HTML page about runs: accuracies, costs, curves, and the results of `sparsesam analyze`.
+
+RUNS are directories of runs, or parent directories. Only records are read, never a checkpoint.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from sparsesam.lab.commands.parser import Namespace, Parser
-
-HELP = (
-    "Write one self-contained HTML page about runs: accuracies, costs, curves, and the results of `sparsesam analyze`. "
-    "RUNS are directories of runs, or parent directories. Only records are read, never a checkpoint."
-)
 
 
 def add_arguments(parser: Parser) -> None:

@@ -1,4 +1,8 @@
-"""``sparsesam sweep``: train a grid of runs and show its progress."""
+"""Train every combination of settings in a YAML file, for every seed, and show the progress.
+
+Finished runs are not run again; the same command continues an interrupted sweep. `sparsesam sweep demo` is included and
+takes two minutes.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +19,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sparsesam.lab.commands.parser import Namespace, Parser, add_options
+from sparsesam.lab.commands.parser import Namespace, Parser, add_options, given_options
 from sparsesam.lab.display import plural, to_rich
 from sparsesam.lab.experiment.calibration import SweepCalibration, calibrate, read_calibration
-from sparsesam.lab.experiment.config import RunEnvironment
+from sparsesam.lab.experiment.config import Machine, RunEnvironment
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.observers import duration
 from sparsesam.lab.experiment.setting_types import NonNegativeInt, PositiveInt, read_yaml
 from sparsesam.lab.experiment.sweep import Job, read_sweep, sweep_jobs
 from sparsesam.lab.experiment.variants import Variant, costs_of, grouped, results_table
-
-HELP = (
-    "Train every combination of settings in a YAML file, for every seed. Finished runs are not run again; the same "
-    "command continues an interrupted sweep. `sparsesam sweep demo` is included and takes two minutes."
-)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -48,7 +47,7 @@ def add_execution(parser: Parser) -> None:
     text = "local processes or a Ray cluster"
     parser.add_argument("--backend", type=Literal["loky", "ray"], default="loky", help=text)
     parser.add_argument("--retry", action="store_true", help="run failed runs again")
-    add_options(parser, RunEnvironment, only=["data_dir"])
+    add_options(parser, Machine)
 
 
 def run(options: Namespace) -> None:
@@ -58,7 +57,7 @@ def run(options: Namespace) -> None:
     calibration = None if options.no_calibration else read_calibration(out)
     if not options.no_calibration and (calibration is None or not calibration.fits([job.config for job in jobs])):
         with Console(stderr=True).status("measuring the time of a step of every variant …"):
-            calibration = calibrate(jobs, _environment(options), out)  # checks every variant before training starts
+            calibration = calibrate(jobs, environment_of(options), out)  # checks every variant before training starts
     sweep.write(out)
     execute(jobs, options, lambda: sweep_table(sweep.title, jobs, calibration))
     print(f"runs: {out}")
@@ -80,7 +79,7 @@ def execute(
     begun, epochs = time.monotonic(), _epochs_left(distinct)
 
     def status() -> str:
-        finished, left, remaining = sum(job.is_finished for job in distinct), _epochs_left(distinct), ""
+        finished, left, remaining = sum(job.status == "finished" for job in distinct), _epochs_left(distinct), ""
         if 0 < left < epochs:
             seconds = left * (time.monotonic() - begun) / (epochs - left)
             remaining = f", about {duration(seconds)} remaining"
@@ -100,7 +99,7 @@ def execute(
         line = f"{job.label}, seed {job.seed}: {ending}; {status()}"
         console.print(line, soft_wrap=True, markup=False)
 
-    workers, environment = options.jobs or options.gpus or joblib.cpu_count(), _environment(options)
+    workers, environment = options.jobs or options.gpus or joblib.cpu_count(), environment_of(options)
     start = partial(sweep_jobs, backend=options.backend, retry=options.retry, gpus=options.gpus, on_end=ended)
     try:
         with Live(get_renderable=view, console=console, refresh_per_second=1, redirect_stderr=False):
@@ -109,12 +108,11 @@ def execute(
         if not console.is_terminal:
             console.line()  # after the table, which ends without one in a log
     except KeyboardInterrupt:
-        done = sum(job.is_finished for job in jobs)
-        raise Interrupted(f"{done} of {plural(len(jobs), 'run')} finished; run the same command to continue") from None
+        raise Interrupted(f"{status()}; run the same command to continue") from None
 
 
-def _environment(options: Namespace) -> RunEnvironment:
-    return RunEnvironment(data_dir=options.data_dir, accelerator="cuda" if options.gpus else "auto")
+def environment_of(options: Namespace) -> RunEnvironment:
+    return RunEnvironment(**{"accelerator": "cuda" if options.gpus else "auto", **given_options(options, Machine)})
 
 
 def _epochs_left(jobs: Sequence[Job]) -> int:

@@ -1,4 +1,4 @@
-"""``sparsesam train``: train one model."""
+"""Train one model. All options have defaults: `sparsesam train` alone takes half a minute on a laptop."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from dataclasses import replace
 from sparsesam.lab.commands.parser import Namespace, Parser, add_settings, settings_from
 from sparsesam.lab.experiment.config import RunEnvironment
 from sparsesam.lab.experiment.run_directory import RunDirectory
-
-HELP = "Train one model. All options have defaults: `sparsesam train` alone takes half a minute on a laptop."
 
 
 def add_arguments(parser: Parser) -> None:

@@ -14,7 +14,7 @@ from sparsesam.lab.data import DataError, FolderSplits, Labelled, Splits, corrup
 from sparsesam.lab.data.augment import Augment, mixup, standard_augmentation
 from sparsesam.lab.data.image_folder import ImageFolder, center_crop
 from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig
-from sparsesam.lab.experiment.seeds import Purpose, derive, generator
+from sparsesam.lab.experiment.seeds import Purpose, derive_seed, generator
 
 Split = Literal["train", "val", "test"]
 
@@ -170,7 +170,7 @@ def _sets(config: TrainConfig, splits: Splits | FolderSplits, device: torch.devi
         if isinstance(source, ImageFolder):
             paths = [source.paths[place] for place in part.tolist()]
             view = source.view if is_train and config.augment != "none" else cropped
-            sets[split] = ImageFolder(paths, labels, view, seed=derive(config.seed, Purpose.VIEWS))
+            sets[split] = ImageFolder(paths, labels, view, seed=derive_seed(config.seed, Purpose.VIEWS))
             continue
         images = source.images[part]
         if is_train and config.corruption_rate:

@@ -5,7 +5,6 @@ runs.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -24,7 +23,7 @@ from sparsesam.lab.experiment.errors import DivergedError, RunError
 from sparsesam.lab.experiment.process import torch_settings
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.lab.experiment.result import Sums
-from sparsesam.lab.experiment.run_directory import read_json, seal, write_atomically
+from sparsesam.lab.experiment.run_directory import read_json, write_json
 from sparsesam.lab.experiment.sweep import Job
 from sparsesam.lab.experiment.variants import grouped
 
@@ -55,18 +54,13 @@ class SweepCalibration:
     provenance: Mapping[str, Any]
 
     def seconds_per_epoch(self, config: TrainConfig) -> float | None:
-        return getattr(self.variants.get(key(config)), "seconds_per_epoch", None)
+        return getattr(self.variants.get(config.variant.content_hash), "seconds_per_epoch", None)
 
     def fits(self, configs: Sequence[TrainConfig]) -> bool:
         """Whether it contains all configs, measured on the same kind of machine with the same versions."""
         current = provenance()
         same = all(self.provenance.get(name) == current[name] for name in ("cpu", "machine", "torch", "sparsesam"))
-        return same and all(key(config) in self.variants for config in configs)
-
-
-def key(config: TrainConfig) -> str:
-    """Returns a key that is the same for all seeds of a variant."""
-    return config.variant.content_hash
+        return same and all(config.variant.content_hash in self.variants for config in configs)
 
 
 def read_calibration(folder: Path) -> SweepCalibration | None:
@@ -83,34 +77,30 @@ def read_calibration(folder: Path) -> SweepCalibration | None:
 
 def calibrate(jobs: Sequence[Job], environment: RunEnvironment, folder: Path) -> SweepCalibration:
     """Measure every variant of the jobs and write ``calibration.json``; invalid settings of a variant raise here."""
-    with torch_settings(environment.threads or 1):
-        found = SweepCalibration(_measure(jobs, environment), provenance())
-    content = {"kind": "calibration", **asdict(found)}
-    write_atomically(folder / FILE, json.dumps(seal(content), indent=1) + "\n")
-    return found
-
-
-def _measure(jobs: Sequence[Job], environment: RunEnvironment) -> dict[str, VariantTime]:
     load = cache(partial(load_splits, environment=environment))
-    variants = {name: same[0] for name, same in grouped(jobs, lambda job: key(job.config)).items()}
+    variants = {name: same[0] for name, same in grouped(jobs, lambda job: job.config.variant.content_hash).items()}
     steppers: dict[str, list[_Stepper]] = {}
-    for name, job in variants.items():
-        config = replace(job.config, seed=0)
-        # Before `ascent_start` a variant takes plain steps.
-        phases = [config, replace(config, optimizer=config.base)] if config.canonical.ascent_start else [config]
-        try:
-            splits = load(TrainConfig(dataset=config.dataset, image_size=config.image_size))
-            steppers[name] = [_Stepper(phase, splits, environment) for phase in phases]
-        except (ImportError, TypeError, ValueError) as error:
-            raise type(error)(f"{job.label}: {error}") from error
-    for _ in range(1 + ROUNDS):
-        for name in list(steppers):
+    with torch_settings(environment.threads or 1):
+        for name, job in variants.items():
+            config = replace(job.config, seed=0)
+            # Before `ascent_start` a variant takes plain steps.
+            phases = [config, replace(config, optimizer=config.base)] if config.canonical.ascent_start else [config]
             try:
-                for stepper in steppers[name]:
-                    stepper.take_turn()
-            except DivergedError:  # its run will report it
-                del steppers[name]
-    return {name: _time_of(variants[name], *phases) for name, phases in steppers.items()}
+                splits = load(TrainConfig(dataset=config.dataset, image_size=config.image_size))
+                steppers[name] = [_Stepper(phase, splits, environment) for phase in phases]
+            except (ImportError, TypeError, ValueError) as error:
+                raise type(error)(f"{job.label}: {error}") from error
+        for _ in range(1 + ROUNDS):
+            for name in list(steppers):
+                try:
+                    for stepper in steppers[name]:
+                        stepper.take_round()
+                except DivergedError:  # its run will report it
+                    del steppers[name]
+        times = {name: _time_of(variants[name], *phases) for name, phases in steppers.items()}
+        found = SweepCalibration(times, provenance())
+    write_json(folder / FILE, {"kind": "calibration", **asdict(found)})
+    return found
 
 
 class _Stepper:
@@ -119,7 +109,7 @@ class _Stepper:
     def __init__(self, config: TrainConfig, splits: Splits | FolderSplits, environment: RunEnvironment) -> None:
         from sparsesam.lab.experiment.run import make_fabric, make_training
 
-        # No mask refreshes after the first, except where `take_turn` requests them.
+        # No mask refreshes after the first, except where `take_round` requests them.
         endless = replace(config, epochs=10**6, max_steps=None, ascent_start=0.0, mask_epochs=10**6, mask_steps=None)
         self.training = make_training(endless, splits, make_fabric(endless, environment), environment)
         if self.training.fabric.device.type == "cpu" and torch.get_num_threads() == 1:
@@ -128,7 +118,7 @@ class _Stepper:
         self.rounds: list[float] = []
         self.masks: list[float] = []
 
-    def take_turn(self) -> None:
+    def take_round(self) -> None:
         """Take a round of steps, then the steps with a mask refresh."""
         seconds, steps = self._take(ROUND_STEPS, ROUND_SECONDS)
         self.rounds.append(seconds / steps)

@@ -302,20 +302,18 @@ def check_used(config: TrainConfig, given: Iterable[str]) -> None:
             raise ValueError(f"{name} has no effect with optimizer {config.optimizer}: {why}")
 
 
-def complete(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings with the optimizer that they imply: `layers` and `budget` are settings of ssam."""
-    implied = any(given.get(name) is not None for name in ("layers", "budget"))
-    return {**({"optimizer": "ssam"} if implied else {}), **given}
-
-
 def split_settings(values: Mapping[str, Any]) -> tuple[TrainConfig, RunEnvironment]:
     """Build both kinds of settings from one mapping, as in a run's ``config.yaml``."""
     check_names(values, [*DEFAULTS, *(field.name for field in dataclasses.fields(RunEnvironment))])
-    of_config = {name: value for name, value in values.items() if name in DEFAULTS}
-    return TrainConfig(**of_config), RunEnvironment(**{name: values[name] for name in values.keys() - DEFAULTS.keys()})
+    config = from_mapping({name: value for name, value in values.items() if name in DEFAULTS})
+    return config, RunEnvironment(**{name: values[name] for name in values.keys() - DEFAULTS.keys()})
 
 
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
-    """Build the settings of a run; ValueError suggests names for an unknown one."""
+    """Build the settings of a run; ValueError suggests names for an unknown one.
+
+    `layers` and `budget` are settings of ssam, and imply it.
+    """
     check_names(values, DEFAULTS)
-    return TrainConfig(**values)
+    implied = any(values.get(name) is not None for name in ("layers", "budget"))
+    return TrainConfig(**{**({"optimizer": "ssam"} if implied else {}), **values})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from sparsesam.integrations.extras import required_by
 from sparsesam.lab.display import plural
@@ -34,13 +34,7 @@ class ProgressBar(RunObserver):
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, markup=False)
-        columns = (
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            TextColumn("remaining"),
-            BarColumn(bar_width=10),
-        )
-        self.bar = Progress(*columns, console=self.console, refresh_per_second=4, disable=not self.console.is_terminal)
+        self.bar = Progress(console=self.console, refresh_per_second=4, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=None)
 
     def begin(self, training: Training, where: Path) -> None:

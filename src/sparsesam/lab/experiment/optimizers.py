@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import sparsesam
 from sparsesam.lab.experiment.config import VARIANTS, TrainConfig
-from sparsesam.lab.experiment.seeds import Purpose, derive
+from sparsesam.lab.experiment.seeds import Purpose, derive_seed
 from sparsesam.lab.names import accepted
 from sparsesam.masks.patterns import as_pattern
 
@@ -38,8 +38,9 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, fisher_data: Any, s
     common = timing | {name: getattr(config, name) for name in same}
     common |= {"adaptive": config.adaptive or config.optimizer == "asam", "rho_schedule": schedule}
     if variant := VARIANTS.get(config.optimizer):
-        given = {name: value for name in _OWN if (value := getattr(config, name)) is not None}
-        return variant(base, model, **common, **accepted(variant, {**given, "seed": derive(config.seed, Purpose.MASK)}))
+        own = {name: value for name in _OWN if (value := getattr(config, name)) is not None}
+        own["seed"] = derive_seed(config.seed, Purpose.MASK)
+        return variant(base, model, **common, **accepted(variant, own))
     common |= {"mask": mask, "norm": config.norm}
     if config.ascent == "momentum":
         return sparsesam.MomentumSAM(base, model, **common)
@@ -68,8 +69,7 @@ def lr_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
 def _base(config: TrainConfig, model: nn.Module) -> Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kind: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.base_name]
-    names = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
-    base: Optimizer = kind(parameters, **accepted(kind, {name: getattr(config, name) for name in names}))
+    base: Optimizer = kind(parameters, **accepted(kind, vars(config)))  # each has some of our settings
     if (largest := config.clip_grad_norm) is not None:
 
         def clip(*_: Any) -> None:
@@ -86,7 +86,7 @@ def _mask(config: TrainConfig, model: nn.Module, fisher_data: Any, steps_per_epo
     if config.optimizer == "ssam" and config.layers is not None:
         return sparsesam.fixed_mask(*config.layers)
     refresh = config.steps_between_masks(steps_per_epoch)
-    common: dict[str, Any] = {"refresh": refresh, "seed": derive(config.seed, Purpose.MASK)}
+    common: dict[str, Any] = {"refresh": refresh, "seed": derive_seed(config.seed, Purpose.MASK)}
     samples = config.fisher_samples
     if config.optimizer == "ssam" and config.budget is not None:
         images = torch.stack([fisher_data[place][0] for place in range(min(config.batch_size, len(fisher_data)))])

@@ -61,7 +61,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def lost_ranks_are_named(fabric: Fabric, command: str) -> Iterator[None]:
+def name_lost_ranks(fabric: Fabric, command: str) -> Iterator[None]:
     """Replace the error of a broken connection by one line that names the ranks whose processes have ended."""
     if fabric.world_size == 1:
         yield

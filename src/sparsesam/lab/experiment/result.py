@@ -155,7 +155,7 @@ def _warm_median(seconds: list[float], cold: int) -> float | None:
 
 def read_epochs(path: Path) -> list[EpochRecord]:
     """Read the records of kind "epoch" in a run's ``records.jsonl``."""
-    return [_made(EpochRecord, path, record) for record in read_records(path) if record.pop("kind", None) == "epoch"]
+    return [_build(EpochRecord, path, record) for record in read_records(path) if record.pop("kind", None) == "epoch"]
 
 
 def read_result(path: Path, run: str | None = None) -> RunResult | None:
@@ -163,10 +163,10 @@ def read_result(path: Path, run: str | None = None) -> RunResult | None:
     content = read_json(path)
     if content is not None and run is not None and content.get("hash", run) != run:
         raise RunError(f"{path} is the result of another run; delete it and run the same command again")
-    return None if content is None else _made(RunResult, path, content.get("result"))
+    return None if content is None else _build(RunResult, path, content.get("result"))
 
 
-def _made(kind: type[Made], path: Path, values: Any) -> Made:
+def _build(kind: type[Made], path: Path, values: Any) -> Made:
     try:
         return kind(**values)
     except TypeError as error:

@@ -108,7 +108,6 @@ class RunDirectory:
 
     def begin(self, config: TrainConfig, environment: RunEnvironment) -> None:
         """Write the settings; a run that is extended by more epochs loses its result."""
-        self.check(config, resume=environment.resume)
         for left in (self.failure, *self.path.glob("*.part"), *self.masks.glob("*.part")):  # of a run that ended early
             left.unlink(missing_ok=True)
         self.result.unlink(missing_ok=True)
@@ -152,12 +151,11 @@ class RunDirectory:
     def write_failure(self, error: Exception) -> None:
         """Write the error that ended the run; call it in the exception handler."""
         content = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        write_atomically(self.failure, json.dumps({**content, "provenance": provenance()}, indent=1))
+        write_json(self.failure, {**content, "provenance": provenance()})
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the result, with a sum of the records that it was made from."""
-        content = seal({**result, "records": sum_of(self.records.read_text())})
-        write_atomically(self.result, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
+        write_json(self.result, {**result, "records": sum_of(self.records.read_text())})
 
     # ---- masks ---------------------------------------------------------------------------------------------
 
@@ -204,6 +202,11 @@ def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> str:
     with path.open("a") as file:
         file.writelines(lines)
     return "".join(lines)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a JSON file atomically, with a sum that `read_json` checks."""
+    write_atomically(path, json.dumps(seal(content), indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:

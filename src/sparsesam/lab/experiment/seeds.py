@@ -26,14 +26,14 @@ class Purpose(IntEnum):
     FISHER = 10
 
 
-def derive(seed: int, purpose: Purpose, *place: int) -> int:
+def derive_seed(seed: int, purpose: Purpose, *place: int) -> int:
     """Derive a seed for one purpose at one position, such as an epoch and a step."""
     words = " ".join(map(str, (seed, int(purpose), *place)))
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(seed: int, purpose: Purpose, *place: int) -> torch.Generator:
-    return torch.Generator().manual_seed(derive(seed, purpose, *place))
+    return torch.Generator().manual_seed(derive_seed(seed, purpose, *place))
 
 
 def seed_global(seed: int, device: torch.device) -> None:

@@ -74,17 +74,17 @@ def convert(name: str, value: Any, hint: Any) -> Any:
     for member in kinds:
         kind, *ranges = typing.get_args(member) if typing.get_origin(member) is Annotated else (member,)
         with suppress(TypeError):
-            found = _as(value, kind)
+            found = _convert_to(value, kind)
             if ranges and not ranges[0].holds(found):
                 null = ", or null" if type(None) in kinds else ""
                 raise ValueError(f"{name} must be {ranges[0].words}{null}, got {value}")
             return found
-    *words, last = map(_word, kinds)
+    *words, last = map(_type_in_words, kinds)
     meant = suggestion(str(value), [choice for choice in choices(hint) if isinstance(choice, str)])
     raise ValueError(f"{name} must be {', '.join(words)}{' or ' if words else ''}{last}, got {value!r}{meant}")
 
 
-def _as(value: Any, kind: Any) -> Any:
+def _convert_to(value: Any, kind: Any) -> Any:
     """Returns ``value`` as ``kind`` or raises TypeError."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal and value in arguments and not isinstance(value, bool):
@@ -94,7 +94,7 @@ def _as(value: Any, kind: Any) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         if len(value) == len(kinds):
-            return tuple(map(_as, value, kinds))
+            return tuple(map(_convert_to, value, kinds))
     if kind is Path and isinstance(value, str | Path):
         return Path(value).expanduser()
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
@@ -135,7 +135,7 @@ def choices(hint: Any) -> list[Any]:
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path"}
 
 
-def _word(kind: Any) -> str:
+def _type_in_words(kind: Any) -> str:
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, arguments))}" if len(arguments) > 1 else repr(arguments[0])

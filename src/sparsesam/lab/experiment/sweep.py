@@ -6,7 +6,6 @@ Each run has a directory named by the hash of the settings it uses, so identical
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +19,10 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from sparsesam.integrations.extras import required_by
-from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, check_used, complete, from_mapping, unused
+from sparsesam.lab.experiment.config import RunEnvironment, TrainConfig, check_used, from_mapping, unused
 from sparsesam.lab.experiment.errors import Interrupted, RunError
 from sparsesam.lab.experiment.result import RunResult, read_result
-from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, write_atomically
+from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, write_json
 from sparsesam.lab.experiment.setting_types import PositiveInt, as_mapping, convert, read_yaml
 from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.names import check_names, suggestion
@@ -46,7 +45,7 @@ class Sweep:
     def write(self, out: Path) -> None:
         """Write ``sweep.json`` beside the runs: the title and the order of the variants, for the report."""
         order = {label: config.variant.content_hash for label, config in self.variants.items()}
-        write_atomically(out / "sweep.json", json.dumps({"title": self.title, "variants": order}, indent=1) + "\n")
+        write_json(out / "sweep.json", {"title": self.title, "variants": order})
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,10 @@ class Job:
         return self.config.seed
 
     @property
-    def is_finished(self) -> bool:
-        return self.files.result.exists()
-
-    @property
     def status(self) -> str:
-        return "finished" if self.is_finished else "unfinished" if self.failure is None else "failed"
+        if self.files.result.exists():
+            return "finished"
+        return "unfinished" if self.failure is None else "failed"
 
     @property
     def failure(self) -> str | None:
@@ -134,7 +131,7 @@ def _variants(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     for label, values in variants.items():
         own = as_mapping(f"variant {label}", values or {})
         for point in itertools.product(*axes):
-            config = from_mapping(complete({**settings, **dict(point), **own, **overrides}))
+            config = from_mapping({**settings, **dict(point), **own, **overrides})
             if config.seed != 0:
                 raise ValueError(f"seed must be left out, got {config.seed}; `seeds: [{config.seed}]` sets it")
             check_used(config, own.keys() - overrides.keys())
@@ -187,13 +184,13 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
     def is_orphan() -> bool:
         return parent is not None and parent not in (os.getpid(), os.getppid())
 
-    if job.is_finished:  # by a machine that was lost before it could report
+    if job.status == "finished":  # by a machine that was lost before it could report
         return job, []
     job.files.failure.unlink(missing_ok=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         try:
-            with claimed_gpu(gpus, job.directory.parent) if gpus else nullcontext(environment.devices) as devices:
+            with claim_gpu(gpus, job.directory.parent) if gpus else nullcontext(environment.devices) as devices:
                 mine = replace(environment, name=job.label, out=job.directory, devices=devices)
                 run_training(job.config, mine, stop=is_orphan)
         except (Interrupted, KeyboardInterrupt):
@@ -206,7 +203,7 @@ def _run_job(job: Job, environment: RunEnvironment, gpus: int, parent: int | Non
 
 
 @contextmanager
-def claimed_gpu(count: int, folder: Path) -> Iterator[str]:
+def claim_gpu(count: int, folder: Path) -> Iterator[str]:
     """Yield a GPU that no other run of the sweep uses, as a ``devices`` string; the lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in itertools.cycle(range(count)):

@@ -23,7 +23,7 @@ from sparsesam.lab.experiment.cost import StepCost, plain_pass_operations
 from sparsesam.lab.experiment.errors import DivergedError
 from sparsesam.lab.experiment.optimizers import lr_factor, make_optimizer
 from sparsesam.lab.experiment.result import Sums
-from sparsesam.lab.experiment.seeds import Purpose, derive, seed_global
+from sparsesam.lab.experiment.seeds import Purpose, derive_seed, seed_global
 from sparsesam.masks.state import around_refresh
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Training:
         for group, rate in zip(self.optimizer.param_groups, self._rate, strict=True):
             group["lr"] = rate * factor
         place = (self.steps_taken, self.fabric.global_rank)
-        seed_global(derive(self.config.seed, Purpose.STEP, *place), self.fabric.device)
+        seed_global(derive_seed(self.config.seed, Purpose.STEP, *place), self.fabric.device)
         kind = "ascent" if getattr(self.optimizer, "needs_first_pass", False) else "plain"
         masks = self.cost.masks
         varies = self.config.optimizer == "esam" and self.steps_taken < VARYING_STEPS

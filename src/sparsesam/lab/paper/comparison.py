@@ -10,11 +10,10 @@ from pathlib import Path
 from rich.console import Group
 
 from sparsesam.lab.display import Table, cells, plural, to_rich
-from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.run_directory import read_json
 from sparsesam.lab.experiment.sweep import Job
-from sparsesam.lab.experiment.variants import Variant, grouped
+from sparsesam.lab.experiment.variants import MIN_SEEDS, Variant, grouped, rank
 from sparsesam.lab.paper.recipe import Column, Recipe
 
 
@@ -29,6 +28,10 @@ class RecipeRuns:
     @cached_property
     def _by_settings(self) -> dict[TrainConfig, list[Job]]:
         return grouped(self.jobs, lambda job: job.config.variant)
+
+    @property
+    def finished(self) -> list[Job]:
+        return [job for job in self.jobs if job.status == "finished"]
 
     def of(self, row: str, column: Column) -> Variant[Job]:
         """Returns the runs of a cell."""
@@ -70,7 +73,7 @@ class RecipeRuns:
             lines = [cells(*line) for line in zip(*texts, strict=True)]
             tables.append(to_rich(Table("comparison", "", headings, lines), ""))
         tables[0].title = f"{recipe.place}: {recipe.title}"
-        tables[-1].caption = f"{sum(job.is_finished for job in self.jobs)} of {plural(len(self.jobs), 'run')}"
+        tables[-1].caption = f"{len(self.finished)} of {plural(len(self.jobs), 'run')}"
         return Group(*tables)
 
     def sentences(self) -> Iterator[str]:
@@ -97,7 +100,7 @@ class RecipeRuns:
             )
         numbers = self.numbers()
         if seeds := sorted({len(values) for values in numbers.values()}):
-            machines = "; ".join(dict.fromkeys(_machine(job) for job in self.jobs if job.is_finished))
+            machines = "; ".join(dict.fromkeys(map(_machine, self.finished)))
             count = plural(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
             yield f"On {machines}. {count} for each number; from three on, ± is the 95 % interval of the mean."
         for column in recipe.columns:

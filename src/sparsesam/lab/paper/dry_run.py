@@ -1,4 +1,4 @@
-"""Dry runs of a recipe: estimates its cost, and takes two steps of each run on random images to check it."""
+"""Dry runs of a recipe: takes two steps of each run on random images to check it, and estimates its cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import cache
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsesam.lab.data import Labelled, Splits
@@ -20,7 +19,6 @@ from sparsesam.lab.experiment.cost import passes_per_step
 from sparsesam.lab.experiment.errors import RunError
 from sparsesam.lab.experiment.optimizers import make_optimizer
 from sparsesam.lab.experiment.run import make_fabric, make_training
-from sparsesam.lab.experiment.variants import grouped
 from sparsesam.lab.models import build_model
 from sparsesam.lab.paper.recipe import Recipe
 
@@ -65,36 +63,28 @@ def run_cost(config: TrainConfig) -> tuple[int, float, float]:
     return steps, passes, passes * 3 * flops * config.batch_size
 
 
-def cost_table(recipe: Recipe, *, seeds: int, tflops: float) -> Table:
-    """Returns a table with the cost of each kind of run, of the figure's analysis, and the total over all seeds."""
-    drawn = Table(title=f"{recipe.place}, estimated", caption="passes: forward-backward passes over a batch")
-    drawn.add_column("one seed", overflow="fold", min_width=16)
-    for heading in ("runs", "steps", "passes", "PFLOP", "GPU\nhours"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
-    kinds = grouped(recipe.sweep([0]).variants.values(), lambda run: f"{run.model} on {run.dataset}, {run.optimizer}")
-    rows = {label: np.sum([(1, *run_cost(config)) for config in configs], axis=0) for label, configs in kinds.items()}
-    total, analysis = sum(rows.values(), np.zeros(4)) * seeds, np.zeros(4)
+def dry_run(recipe: Recipe, *, seeds: int, tflops: float) -> Iterator[str]:
+    """Dry-run every run of a recipe with one seed; yields a line about each, with its estimated cost, and the total."""
+
+    def estimate(steps: float, passes: float, flops: float) -> str:
+        work = f"{steps:,.0f} steps, {passes:,.0f} forward-backward passes, {flops / 1e15:,.1f} PFLOP"
+        return f"{work}, {flops / (tflops * 1e12) / 3600:,.1f} GPU hours"
+
+    total, analysis = np.zeros(3), np.zeros(3)
+    for label, config in recipe.sweep([0]).variants.items():
+        try:
+            done, cost = take_steps(config), run_cost(config)
+        except Exception as error:
+            raise RunError(f"{recipe.label}: {label} cannot run: {type(error).__name__}: {error}") from error
+        total += seeds * np.array(cost)
+        yield f"{label}: {done}; estimated: {estimate(*cost)}"
     for config in recipe.configs if recipe.forwards else ():  # one network of each cell is measured
         images = recipe.forwards * recipe.analysis.get("samples", config.batch_size)
         flops = images * measure_model(config.model, config.dataset)[1]
-        analysis += (0, 0, images / (3 * config.batch_size), flops)
-    rows |= {"analysis of the trained networks": analysis} if recipe.forwards else {}
-    rows[f"all, {plural(seeds, 'seed')}"] = total + analysis
-    for label, (count, steps, passes, flops) in rows.items():
-        hours = flops / (tflops * 1e12) / 3600
-        drawn.add_row(
-            label, f"{count:,.0f}", f"{steps:,.0f}", f"{passes:,.0f}", f"{flops / 1e15:,.1f}", f"{hours:,.1f}"
-        )
-    return drawn
-
-
-def dry_run(recipe: Recipe) -> Iterator[str]:
-    """Dry-run every run of a recipe with one seed; yields a line about each."""
-    for label, config in recipe.sweep([0]).variants.items():
-        try:
-            yield f"{label}: {take_steps(config)}"
-        except Exception as error:
-            raise RunError(f"{recipe.label}: {label} cannot run: {type(error).__name__}: {error}") from error
+        analysis += (0, images / (3 * config.batch_size), flops)
+    if recipe.forwards:
+        yield f"analysis of the trained networks: {estimate(*analysis)}"
+    yield f"all, {plural(seeds, 'seed')}: {estimate(*total + analysis)}"
 
 
 def take_steps(config: TrainConfig) -> str:

@@ -111,8 +111,7 @@ def _speedup(trained: RecipeRuns) -> tuple[list[Figure], list[str]]:
     for row, style in _styles(trained).items():
         runs = _epochs(trained, row, column)
         steps = [[seconds for record in run for seconds in record.step_seconds] for run in runs]
-        seconds = np.mean([np.cumsum([0.0, *of_run]) for of_run in steps], axis=0)
-        lines.append(style.series(row, range(len(seconds)), seconds))
+        lines.append(mean_curve(style, row, [dict(enumerate(np.cumsum([0.0, *of_run]))) for of_run in steps]))
     x, y = Axis("training iteration", whole=True), Axis("running time (s)")
     sentences = ["The time of the steps themselves, without loading images and mask refreshes."]
     return [Figure("speedup", "Running time", "", x, y, {"": lines})], sentences

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import yaml
 
-from sparsesam.lab.experiment.confidence import half_width
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig, from_mapping
 from sparsesam.lab.experiment.sweep import Sweep
+from sparsesam.lab.experiment.variants import half_width
 from sparsesam.lab.names import check_names
 from sparsesam.utils.checks import nearest
 

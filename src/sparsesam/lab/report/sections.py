@@ -22,9 +22,8 @@ from sparsesam.lab.display import (
     side_by_side,
 )
 from sparsesam.lab.display.figure import needs_log
-from sparsesam.lab.experiment.confidence import confidence_interval
 from sparsesam.lab.experiment.config import unused
-from sparsesam.lab.experiment.variants import mean_curve, results_table
+from sparsesam.lab.experiment.variants import confidence_interval, mean_curve, results_table
 from sparsesam.lab.inspection import ANALYSES, Analysis, LabeledResult
 from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.read_run import RunRecord

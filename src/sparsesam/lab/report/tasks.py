@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from sparsesam.lab.display import assign_styles, plural
 from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
-from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
-from sparsesam.lab.experiment.variants import Costs, Variant, costs_of, grouped
+from sparsesam.lab.experiment.variants import MIN_SEEDS, Costs, Variant, costs_of, grouped, rank
 from sparsesam.lab.report.read_run import RunRecord, find_runs
 
 RunVariant = Variant[RunRecord]
