@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -79,6 +80,16 @@ def with_and_without_mask(make, function, **options):
             "landscape-1d",
             lambda run: analysis.loss_landscape(
                 run.objective, analysis.random_directions(run.model, 1), points=5, span=(-2, 3)
+            ),
+        ),
+        (
+            "landscape --along eigenvectors --dimensions 1 --points 3",
+            "landscape-eigenvector",
+            lambda run: dataclasses.replace(
+                analysis.loss_landscape(
+                    run.objective, (found := analysis.hessian_eigenvalues(run.objective, 1)).vectors, points=3
+                ),
+                notes=[f"eigenvalues {found.eigenvalues[0]:.4g}"],
             ),
         ),
         ("hessian --count 5 --trace-probes 4 --density-steps 6 --density-probes 2", "hessian", hessian),
