@@ -5,7 +5,7 @@ from benchmarks.report import write_run
 
 from sparsesam.lab.experiment.sweep import Sweep
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.tasks import ReportData
+from sparsesam.lab.report.tasks import ReportData, label_of
 from tests.lab.report.made_runs import write_calibration
 
 
@@ -141,6 +141,6 @@ def test_runs_on_different_data_are_different_tasks_named_without_defaults(tmp_p
 
 
 def test_runs_of_variant_are_distinguished_by_seed(tmp_path):
-    (task,) = tasks_of(*(write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)))
-    assert [task.label_of(run, task.runs) for run in task.runs] == ["SAM, seed 0", "SAM, seed 1"]
-    assert task.label_of(task.runs[0], task.runs[:1]) == "SAM"
+    (sam,) = variants_of(*(write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)))
+    assert [label_of(sam, run, sam.runs) for run in sam.runs] == ["SAM, seed 0", "SAM, seed 1"]
+    assert label_of(sam, sam.runs[0], sam.runs[:1]) == "SAM"

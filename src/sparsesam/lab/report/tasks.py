@@ -115,19 +115,6 @@ class Task:
     costs: Costs
 
     @property
-    def runs(self) -> list[RunRecord]:
-        return [run for variant in self.variants for run in variant.runs]
-
-    def variant_of(self, run: RunRecord) -> RunVariant:
-        return next(variant for variant in self.variants if run in variant.runs)
-
-    def label_of(self, run: RunRecord, among: Iterable[RunRecord]) -> str:
-        """Returns the variant's label, with the seed if several of its runs are ``among`` those shown."""
-        variant = self.variant_of(run)
-        is_alone = all(other is run or other not in variant.runs for other in among)
-        return variant.label if is_alone else f"{variant.label}, seed {run.seed}"
-
-    @property
     def verdict(self) -> Verdict:
         """The cheapest variant whose accuracy does not differ significantly from the highest mean; of equally cheap
         ones, the most accurate. Empty for a single variant.
@@ -161,6 +148,11 @@ def variant_label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     differing = differing_settings([other for other in others if other.optimizer == config.optimizer])
     named = [_named(name, value) for name, value in changed_settings(config).items() if name in differing]
     return ", ".join([OPTIMIZERS[config.optimizer][0], *named])
+
+
+def label_of(variant: RunVariant, run: RunRecord, shown: Sequence[RunRecord]) -> str:
+    """Returns the variant's label, with the seed if several of its runs are shown."""
+    return variant.label if len(shown) == 1 else f"{variant.label}, seed {run.seed}"
 
 
 def differing_settings(configs: Sequence[TrainConfig]) -> list[str]:
