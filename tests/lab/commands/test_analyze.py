@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -131,6 +132,12 @@ def test_command_writes_prints_and_draws_result_of_function(runs, tmp_path, caps
 def test_runs_without_masks_are_left_out(runs, capsys):
     assert analyze("masks", runs / "sgd", runs / "ssam-f") == 0
     assert f"left out, without masks: {runs / 'sgd'}\n" in capsys.readouterr().out
+
+
+def test_mask_that_was_not_recorded_is_noted(runs, tmp_path, capsys):
+    shutil.copytree(runs / "ssam-f", tmp_path, ignore=shutil.ignore_patterns("masks"), dirs_exist_ok=True)
+    assert analyze("sharpness", tmp_path, "--checkpoint", "best", "--steps", 1, *SAMPLES) == 0
+    assert "the mask in use at best.pt was not recorded" in " ".join(capsys.readouterr().out.split())
 
 
 def test_landscape_along_eigenvectors_has_their_curvature(runs):
