@@ -22,10 +22,11 @@ SAMPLES = ["--samples", "40"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A plain and a sparse run of 650 weights."""
+    """A plain and a sparse run of 650 weights, and one of another model."""
     root = tmp_path_factory.mktemp("runs")
     for name in ("sgd", "ssam-f"):
         train(root / name, optimizer=name, model=f"{NETWORKS}:linear", mask_steps=3, sparsity=0.75, rho=0.2)
+    train(root / "other", optimizer="sgd", model=f"{NETWORKS}:normalized", max_steps=1)
     return root
 
 
@@ -218,6 +219,7 @@ def test_interrupted_landscape_resumes(runs, monkeypatch, capsys):
         ("landscap SGD", "sparsesam analyze: argument ANALYSIS: invalid choice: 'landscap' (choose from"),
         ("landscape SGD --point 3", "sparsesam analyze landscape: unknown option 'point'; did you mean points"),
         ("landscape SGD --between", "--between needs two runs, got 1"),
+        ("landscape SGD OTHER --between", "--between needs two runs with weights of the same names and shapes, got"),
         ("hessian SGD EMPTY", "EMPTY has no run"),
         ("hessian SGD --layers encoder.*", "parameters selects none of the model's 2 floating-point parameters"),
         ("masks SGD", "no masks; train with a mask"),
@@ -227,7 +229,7 @@ def test_interrupted_landscape_resumes(runs, monkeypatch, capsys):
     ],
 )
 def test_bad_input_is_refused_in_one_line(runs, tmp_path, capsys, words, message):
-    paths = {"SGD": str(runs / "sgd"), "EMPTY": str(tmp_path)}
+    paths = {"SGD": str(runs / "sgd"), "OTHER": str(runs / "other"), "EMPTY": str(tmp_path)}
     line = refusal(capsys, *(paths.get(word, word) for word in words.split()))
     assert message.replace("EMPTY", str(tmp_path)) in line
 

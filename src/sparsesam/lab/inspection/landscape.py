@@ -69,6 +69,10 @@ class LandscapeAnalysis(Analysis[Landscape]):
             return self, runs, ()
         if len(runs) != 2:
             raise ValueError(f"--between needs two runs, got {len(runs)}")
+        first, second = ({name: tensor.shape for name, tensor in run.weights.items()} for run in runs)
+        if first != second:
+            models = " and ".join(f"{run.config.model} on {run.config.dataset}" for run in runs)
+            raise ValueError(f"--between needs two runs with weights of the same names and shapes, got {models}")
         return dataclasses.replace(self, other=runs[1]), runs[:1], ()
 
     def measure(self, run: TrainedRun, progress: ProgressCallback) -> Landscape:
