@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparsesam.lab.display import assign_styles, plural
 from sparsesam.lab.display.figure import OPTIMIZERS
@@ -98,13 +98,6 @@ def group_variants(runs: Iterable[tuple[TrainConfig, RunRecord]], places: Mappin
     return variants
 
 
-class Verdict(NamedTuple):
-    """``chosen`` is None if there is no ranking; the ``sentence`` says why."""
-
-    sentence: str
-    chosen: RunVariant | None = None
-
-
 @dataclass(frozen=True)
 class Task:
     """Variants whose accuracies can be compared; ``name`` is used in links and file names."""
@@ -115,17 +108,17 @@ class Task:
     costs: Costs
 
     @property
-    def verdict(self) -> Verdict:
-        """The cheapest variant whose accuracy does not differ significantly from the highest mean; of equally cheap
-        ones, the most accurate. Empty for a single variant.
+    def verdict(self) -> tuple[str, RunVariant | None]:
+        """A sentence, and the cheapest variant whose accuracy does not differ significantly from the highest mean; of
+        equally cheap ones, the most accurate. None without a ranking; for a single variant the sentence is empty.
         """
         variants = [variant for variant in self.variants if variant.accuracy is not None]
         if len(variants) < 2:
-            return Verdict("")
+            return "", None
         ranking, costs = rank({variant: variant.accuracies for variant in variants}), self.costs
         if not ranking:
             reason = "it takes two variants with at least three finished seeds; with fewer, a difference may be chance"
-            return Verdict(f"No ranking: {reason}.")
+            return f"No ranking: {reason}.", None
         best = ranking[0]
         chosen = min(ranking, key=lambda variant: (costs.values[variant] or math.inf, -(variant.accuracy or 0.0)))
         sentence = f"Best choice: {chosen.label}, {chosen.accuracy_text} at {costs.show(chosen)}. "
@@ -135,7 +128,7 @@ class Task:
             highest = f"The highest mean is {best.accuracy_text}, {best.label} at {costs.show(best)}"
             sentence += f"{highest}; the difference is not significant."
         few = ", ".join(variant.label for variant in variants if len(variant.accuracies) < MIN_SEEDS)
-        return Verdict(f"{sentence} Not ranked, fewer than three seeds: {few}." if few else sentence, chosen)
+        return f"{sentence} Not ranked, fewer than three seeds: {few}." if few else sentence, chosen
 
 
 def task_label(config: TrainConfig) -> str:
