@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,8 @@ from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
 from sparsesam.lab.experiment.confidence import MIN_SEEDS, rank
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
+from sparsesam.lab.experiment.errors import RunError
+from sparsesam.lab.experiment.run_directory import read_json
 from sparsesam.lab.experiment.variants import Costs, Variant, costs_of, grouped
 from sparsesam.lab.report.read_run import RunRecord, find_runs
 
@@ -66,11 +67,9 @@ class ReportData:
 def read_sweep_file(folder: Path) -> tuple[str, list[str]] | None:
     """Returns a sweep's title and the ``content_hash`` of its variants in order; None without ``sweep.json``."""
     try:
-        content = json.loads((folder / "sweep.json").read_text())
-        return str(content["title"]), list(content["variants"].values())
-    except FileNotFoundError:
-        return None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        content = read_json(folder / "sweep.json")
+        return None if content is None else (str(content["title"]), list(content["variants"].values()))
+    except (AttributeError, KeyError, TypeError, RunError) as error:
         raise ValueError(f"sweep.json is not of this version of sparsesam ({error}); delete it") from error
 
 
