@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -20,10 +22,11 @@ SAMPLES = ["--samples", "40"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A plain and a sparse run of 650 weights."""
+    """A plain and a sparse run of 650 weights, and one of another model."""
     root = tmp_path_factory.mktemp("runs")
     for name in ("sgd", "ssam-f"):
         train(root / name, optimizer=name, model=f"{NETWORKS}:linear", mask_steps=3, sparsity=0.75, rho=0.2)
+    train(root / "other", optimizer="sgd", model=f"{NETWORKS}:normalized", max_steps=1)
     return root
 
 
@@ -81,6 +84,16 @@ def with_and_without_mask(make, function, **options):
                 run.objective, analysis.random_directions(run.model, 1), points=5, span=(-2, 3)
             ),
         ),
+        (
+            "landscape --along eigenvectors --dimensions 1 --points 3",
+            "landscape-eigenvector",
+            lambda run: dataclasses.replace(
+                analysis.loss_landscape(
+                    run.objective, (found := analysis.hessian_eigenvalues(run.objective, 1)).vectors, points=3
+                ),
+                notes=[f"eigenvalues {found.eigenvalues[0]:.4g}"],
+            ),
+        ),
         ("hessian --count 5 --trace-probes 4 --density-steps 6 --density-probes 2", "hessian", hessian),
         (
             "fisher --layers 1.bias",
@@ -120,6 +133,12 @@ def test_command_writes_prints_and_draws_result_of_function(runs, tmp_path, caps
 def test_runs_without_masks_are_left_out(runs, capsys):
     assert analyze("masks", runs / "sgd", runs / "ssam-f") == 0
     assert f"left out, without masks: {runs / 'sgd'}\n" in capsys.readouterr().out
+
+
+def test_mask_that_was_not_recorded_is_noted(runs, tmp_path, capsys):
+    shutil.copytree(runs / "ssam-f", tmp_path, ignore=shutil.ignore_patterns("masks"), dirs_exist_ok=True)
+    assert analyze("sharpness", tmp_path, "--checkpoint", "best", "--steps", 1, *SAMPLES) == 0
+    assert "the mask in use at best.pt was not recorded" in " ".join(capsys.readouterr().out.split())
 
 
 def test_landscape_along_eigenvectors_has_their_curvature(runs):
@@ -200,6 +219,7 @@ def test_interrupted_landscape_resumes(runs, monkeypatch, capsys):
         ("landscap SGD", "sparsesam analyze: argument ANALYSIS: invalid choice: 'landscap' (choose from"),
         ("landscape SGD --point 3", "sparsesam analyze landscape: unknown option 'point'; did you mean points"),
         ("landscape SGD --between", "--between needs two runs, got 1"),
+        ("landscape SGD OTHER --between", "--between needs two runs with weights of the same names and shapes, got"),
         ("hessian SGD EMPTY", "EMPTY has no run"),
         ("hessian SGD --layers encoder.*", "parameters selects none of the model's 2 floating-point parameters"),
         ("masks SGD", "no masks; train with a mask"),
@@ -209,7 +229,7 @@ def test_interrupted_landscape_resumes(runs, monkeypatch, capsys):
     ],
 )
 def test_bad_input_is_refused_in_one_line(runs, tmp_path, capsys, words, message):
-    paths = {"SGD": str(runs / "sgd"), "EMPTY": str(tmp_path)}
+    paths = {"SGD": str(runs / "sgd"), "OTHER": str(runs / "other"), "EMPTY": str(tmp_path)}
     line = refusal(capsys, *(paths.get(word, word) for word in words.split()))
     assert message.replace("EMPTY", str(tmp_path)) in line
 

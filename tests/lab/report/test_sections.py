@@ -67,7 +67,7 @@ def test_failed_and_unfinished_runs_have_reason(tmp_path):
     write_run(tmp_path / "b", seed=1, epochs=1, planned=3, finished=False)
     notes = sections(tmp_path)["runs"].parts[0].notes
     assert notes[0] == "failed a: DivergedError: nan"
-    assert notes[1].startswith("unfinished b: stopped after epoch 1 of 3")
+    assert notes[1].startswith("unfinished b: epoch 1 of 3")
 
 
 def test_curves_are_means_with_bands_and_unfinished_runs_are_dotted(tmp_path):

@@ -5,7 +5,7 @@ from benchmarks.report import write_run
 
 from sparsesam.lab.experiment.sweep import Sweep
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.tasks import ReportData
+from sparsesam.lab.report.tasks import ReportData, label_of
 from tests.lab.report.made_runs import write_calibration
 
 
@@ -56,16 +56,16 @@ BEST = {"sgd": [0.80, 0.81, 0.80], "sam": [0.90, 0.92, 0.91]}
     ids=["most accurate", "cheapest not different from best", "one with few seeds"],
 )
 def test_cheapest_that_does_not_differ_from_best_is_chosen(tmp_path, accuracies, chosen, words):
-    found = verdict(tmp_path, **accuracies)
-    assert found.chosen.label == chosen
-    assert words in found.sentence
+    sentence, found = verdict(tmp_path, **accuracies)
+    assert found.label == chosen
+    assert words in sentence
 
 
 def test_fewer_than_three_seeds_give_no_verdict(tmp_path):
     assert verdict(tmp_path / "one variant", sam=[0.90, 0.92]) == ("", None)
-    found = verdict(tmp_path, sgd=[0.80, 0.81], sam=[0.90, 0.92])
-    assert found.chosen is None
-    assert found.sentence.startswith("No ranking: it takes two variants with at least three finished seeds")
+    sentence, chosen = verdict(tmp_path, sgd=[0.80, 0.81], sam=[0.90, 0.92])
+    assert chosen is None
+    assert sentence.startswith("No ranking: it takes two variants with at least three finished seeds")
 
 
 def test_variants_have_order_and_title_of_sweep(tmp_path):
@@ -141,6 +141,6 @@ def test_runs_on_different_data_are_different_tasks_named_without_defaults(tmp_p
 
 
 def test_runs_of_variant_are_distinguished_by_seed(tmp_path):
-    (task,) = tasks_of(*(write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)))
-    assert [task.label_of(run, task.runs) for run in task.runs] == ["SAM, seed 0", "SAM, seed 1"]
-    assert task.label_of(task.runs[0], task.runs[:1]) == "SAM"
+    (sam,) = variants_of(*(write_run(tmp_path / str(seed), optimizer="sam", seed=seed) for seed in range(2)))
+    assert [label_of(sam, run, sam.runs) for run in sam.runs] == ["SAM, seed 0", "SAM, seed 1"]
+    assert label_of(sam, sam.runs[0], sam.runs[:1]) == "SAM"

@@ -41,7 +41,8 @@ def run(options: Namespace) -> None:
         results.append(LabeledResult(str(run.path), analysis.measure_and_write(run), style))
     console = Console(highlight=False)
     console.print(to_rich(analysis.table(analysis.name, results), analysis.name, transposed=True))
-    for note in (*notes, *analysis.notes(results)):
+    unrecorded = [f"{run.path}: {note}" for run in runs for note in analysis.origin(run).get("notes", ())]
+    for note in (*notes, *unrecorded, *analysis.notes(results)):
         console.print(f"- {note}", markup=False)
     for run in runs:
         print(f"written: {run.path / 'analyses' / analysis.name}.json")

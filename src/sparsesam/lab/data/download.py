@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,7 +93,6 @@ def _resume(url: str, output_file: str, pooch: object, *, progress: bool) -> Non
 def unpack(archive: Path, folder: Path) -> None:
     """Replace the folder by the archive's folder of that name; the archive's checksum must have been verified."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-        with tarfile.open(archive) as tar:
-            tar.extractall(place, filter="data")
+        shutil.unpack_archive(archive, place, filter="data")
         shutil.rmtree(folder, ignore_errors=True)
         Path(place, folder.name).replace(folder)

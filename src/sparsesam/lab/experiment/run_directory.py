@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import socket
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +34,9 @@ from sparsesam.lab.experiment.errors import CheckpointError, RunError, one_line
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.masks.packed import unpack_bits
 
+#: Several times as fast as yaml.SafeLoader, which counts in a report of many runs.
+_YAML: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 
 class RunDirectory:
     def __init__(self, path: Path) -> None:
@@ -45,7 +47,6 @@ class RunDirectory:
         self.best = path / "best.pt"
         self.result = path / "result.json"
         self.failure = path / "failure.json"
-        self.running = path / "running.json"
         self.masks = path / "masks"
         self.analyses = path / "analyses"
 
@@ -62,11 +63,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.path / "running.lock", timeout=0):
-                self.running.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-                try:
-                    yield
-                finally:
-                    self.running.unlink(missing_ok=True)
+                yield
         except Timeout:
             raise RunError(f"{self.path} is in use by another process; choose another --out, or wait") from None
 
@@ -119,7 +116,7 @@ class RunDirectory:
     def settings(self) -> dict[str, Any]:
         """Returns every setting, except where the run is and whether it is resumed."""
         try:
-            return unseal(yaml.safe_load(self.config.read_text()), required=True)
+            return unseal(yaml.load(self.config.read_text(), Loader=_YAML), required=True)
         except Exception as error:  # damaged text can fail in any way
             raise RunError(f"{self.config} is damaged ({one_line(error)}); restore it, or start a new run") from error
 

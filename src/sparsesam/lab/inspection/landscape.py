@@ -25,13 +25,26 @@ from sparsesam.lab.experiment.setting_types import option
 from sparsesam.lab.inspection.analysis import Analysis, LabeledResult, Prepared, Summary
 from sparsesam.lab.inspection.trained_run import TrainedRun
 
+_KINDS = {
+    ("random", 1): "1d",
+    ("random", 2): "2d",
+    ("eigenvectors", 1): "eigenvector",
+    ("eigenvectors", 2): "eigenvectors",
+}
+#: Axis and caption of the figures of a line.
+_LINES = {
+    "landscape-1d": ("distance along the direction", "The same random numbers for all runs, scaled to filters."),
+    "landscape-eigenvector": ("distance", "Along the eigenvector of the Hessian’s largest eigenvalue."),
+    "landscape-between": ("position", "On the straight line from one run’s weights (0) to another’s (1)."),
+}
+
 
 @dataclass(frozen=True)
 class LandscapeAnalysis(Analysis[Landscape]):
     help = "the loss around the weights, or on the line between two runs"
     title = "Loss landscapes"
     caption = "The loss at the run’s weights, and the smallest and largest loss on the grid."
-    files = ("landscape-2d", "landscape-eigenvectors", "landscape-1d", "landscape-between")
+    files = ("landscape-2d", "landscape-eigenvectors", "landscape-1d", "landscape-eigenvector", "landscape-between")
     result_type = Landscape
 
     dimensions: Literal[1, 2] = option(2, "a line or a square")
@@ -49,14 +62,17 @@ class LandscapeAnalysis(Analysis[Landscape]):
 
     @property
     def name(self) -> str:
-        kind = "between" if self.between else "eigenvectors" if self.along == "eigenvectors" else f"{self.dimensions}d"
-        return f"landscape-{kind}"
+        return f"landscape-{'between' if self.between else _KINDS[self.along, self.dimensions]}"
 
     def prepare(self, runs: Sequence[TrainedRun]) -> Prepared:
         if not self.between:
             return self, runs, ()
         if len(runs) != 2:
             raise ValueError(f"--between needs two runs, got {len(runs)}")
+        first, second = ({name: tensor.shape for name, tensor in run.weights.items()} for run in runs)
+        if first != second:
+            models = " and ".join(f"{run.config.model} on {run.config.dataset}" for run in runs)
+            raise ValueError(f"--between needs two runs with weights of the same names and shapes, got {models}")
         return dataclasses.replace(self, other=runs[1]), runs[:1], ()
 
     def measure(self, run: TrainedRun, progress: ProgressCallback) -> Landscape:
@@ -97,10 +113,8 @@ class LandscapeAnalysis(Analysis[Landscape]):
     @classmethod
     def figures(cls, name: str, results: Sequence[LabeledResult[Landscape]]) -> list[Figure]:
         """Returns a line, or surface and contours, with all runs on one scale so that they can be compared."""
-        if name in ("landscape-1d", "landscape-between"):
-            axis, caption = "distance along the direction", "The same random numbers for all runs, scaled to filters."
-            if name == "landscape-between":
-                axis, caption = "position", "On the straight line from one run’s weights (0) to another’s (1)."
+        if name in _LINES:
+            axis, caption = _LINES[name]
             lines = [run.series(run.result.x, run.result.loss) for run in results]
             return [Figure(f"{name}-line", "Loss along a line", caption, Axis(axis), Axis("loss"), {"": lines})]
         losses = [loss for run in results for loss in run.result.loss[np.isfinite(run.result.loss)].tolist()]

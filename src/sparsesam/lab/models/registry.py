@@ -14,9 +14,7 @@ from sparsesam.lab.models.vit import VisionTransformer, vit_tiny_small
 from sparsesam.lab.names import accepted, call_function, find_function, look_up
 from sparsesam.utils.checks import nearest
 
-#: Convolutions in each of the five stages of 64, 128, 256, 512 and 512 channels.
-_DEPTHS = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3), "vgg19": (2, 2, 4, 4, 4)}
-_VGGS = {name: [(64 * 2 ** min(i, 3),) * depth for i, depth in enumerate(depths)] for name, depths in _DEPTHS.items()}
+_VGGS = {"vgg11": (1, 1, 2, 2, 2), "vgg13": (2, 2, 2, 2, 2), "vgg16": (2, 2, 3, 3, 3), "vgg19": (2, 2, 4, 4, 4)}
 #: The SSAM paper's model for timing N:M products, one very wide block: 1x1 patches, one head, mlp ratio 1. The paper
 #: follows the original design, with a class token and a projection; its text does not exclude the other variants.
 _ONE_BLOCK = partial(VisionTransformer, patch_size=1, dim=8192, depth=1, heads=1, mlp_ratio=1.0)
@@ -27,8 +25,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet50": partial(resnet, Bottleneck, (3, 4, 6, 3)),
     "resnet101": partial(resnet, Bottleneck, (3, 4, 23, 3)),
     "resnet152": partial(resnet, Bottleneck, (3, 8, 36, 3)),
-    **{f"{name}-bn": partial(vgg, stages) for name, stages in _VGGS.items()},
-    **{f"{name}-bn-4096": partial(vgg, stages, published_head=True) for name, stages in _VGGS.items()},
+    **{f"{name}-bn": partial(vgg, depths) for name, depths in _VGGS.items()},
+    **{f"{name}-bn-4096": partial(vgg, depths, published_head=True) for name, depths in _VGGS.items()},
     "wrn-28-10": partial(wide_resnet, 28, 10),
     "wrn-34-10": partial(wide_resnet, 34, 10),
     "vit-b-16": partial(VisionTransformer, patch_size=16, dim=768, depth=12, heads=12),
@@ -38,7 +36,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     # Small members of each family, for a laptop's CPU.
     "small-cnn": small_cnn,
     "resnet10-small": partial(resnet, BasicBlock, (1, 1, 1, 1), width=16),
-    "vgg-small": partial(vgg, ((16,), (32,), (64, 64), (128,))),
+    "vgg-small": partial(vgg, (1, 1, 2, 1), width=16),
     "wrn-10-2": partial(wide_resnet, 10, 2),
     "vit-tiny-small": vit_tiny_small,
 }

@@ -14,22 +14,24 @@ def _convolution(in_channels: int, out_channels: int, *, bias: bool) -> list[nn.
 
 
 def vgg(
-    stages: Sequence[Sequence[int]],
+    depths: Sequence[int],
     num_classes: int = 10,
     in_channels: int = 3,
     image_size: int = 32,
     *,
+    width: int = 64,
     published_head: bool = False,
 ) -> nn.Sequential:
-    """Stages of 3x3 convolutions with the given channels, each followed by a 2x2 max-pool.
+    """Stages of ``depths`` 3x3 convolutions, of 1, 2, 4, 8 and 8 times ``width`` channels, each with a 2x2 max-pool.
 
     The published head has two hidden layers of width 4096 with dropout, over 7x7 positions of large images and one of
     small ones. For small images the default is the usual one: the mean over positions and one linear layer. Pools are
     left out once the side is a single pixel.
     """
     is_small, features, side = image_size <= SMALL_SIDE, nn.Sequential(), image_size
-    for stage in stages:
-        for channels in stage:
+    for stage, depth in enumerate(depths):
+        channels = width * 2 ** min(stage, 3)
+        for _ in range(depth):
             features.extend(_convolution(in_channels, channels, bias=True))
             in_channels = channels
         if side > 1:

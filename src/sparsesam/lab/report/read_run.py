@@ -7,17 +7,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from sparsesam.lab.display import Number, number
-from sparsesam.lab.experiment.config import TrainConfig, split_settings
-from sparsesam.lab.experiment.errors import RunError, one_line
-from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, sum_of, unseal
+from sparsesam.lab.experiment.config import TrainConfig
+from sparsesam.lab.experiment.errors import RunError
+from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, sum_of
 
 Status = Literal["finished", "failed", "unfinished", "unreadable", "analyses only"]
 #: A directory with any of these is a run's: a run can end before it has all of them.
 SIGNS = {"config.yaml", "records.jsonl", "result.json", "failure.json", "analyses"}
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -80,7 +77,7 @@ class RunRecord:
 
     def _read(self, files: RunDirectory) -> None:
         if files.config.exists():
-            self.settings, self.config = _read_settings(files.config)
+            self.settings, self.config = files.settings(), files.saved_config().canonical
         records = read_records(files.records) if files.records.exists() else []
         result, failure = read_json(files.result) or {}, read_json(files.failure) or {}
         begun: dict[str, Any] = next((record for record in reversed(records) if "config" in record), {})
@@ -104,11 +101,8 @@ class RunRecord:
             self.status, self.reason = "analyses only", ""
         else:
             done = f"epoch {len(self.epochs)} of {self.config.epochs}"
-            continued = f"continue with: sparsesam train --resume --out {self.path}"
-            self.status, self.reason = "unfinished", f"stopped after {done}; {continued}"
-            if holder := read_json(files.running):
-                where = f"process {holder.get('pid')} on {holder.get('host')}"
-                self.reason = f"{done}; {where} is running it, or was killed"
+            continued = f"sparsesam train --resume --out {self.path}"
+            self.status, self.reason = "unfinished", f"{done}; unless it is running, continue with: {continued}"
 
     def _read_analyses(self, folder: Path) -> None:
         for file in sorted(folder.glob("*.json")):
@@ -123,11 +117,3 @@ class RunRecord:
                 self.problems.append(f"analyses/{file.name} is of another run, left out")
             else:
                 self.analyses[file.stem] = content
-
-
-def _read_settings(file: Path) -> tuple[dict[str, Any], TrainConfig]:
-    try:
-        settings = unseal(yaml.load(file.read_text(), Loader=_Loader), required=True)
-        return settings, split_settings(settings)[0].canonical
-    except Exception as error:  # damaged text can fail in any way
-        raise RunError(f"{file} is damaged or of another version ({one_line(error)}); restore it") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sparsesam.lab.display import (
@@ -27,7 +27,7 @@ from sparsesam.lab.experiment.variants import confidence_interval, mean_curve, r
 from sparsesam.lab.inspection import ANALYSES, Analysis, LabeledResult
 from sparsesam.lab.report.page import Part
 from sparsesam.lab.report.read_run import RunRecord
-from sparsesam.lab.report.tasks import ReportData, RunVariant, Task, differing_settings, show_setting
+from sparsesam.lab.report.tasks import ReportData, RunVariant, Task, differing_settings, label_of, show_setting
 
 _PROVENANCE = ("cpu", "machine", "threads", "python", "torch", "numpy", "sparsesam", "commit")
 #: Measures of each epoch and their names.
@@ -105,7 +105,7 @@ def curves_part(task: Task) -> Part:
                 series.append(mean_curve(variant.style, variant.label, finished, highest=highest))
             for run, curve in curves.items():
                 if run.status != "finished" and len(curve) > 1:
-                    name = f"{task.label_of(run, variant.runs)} ({run.status})"
+                    name = f"{label_of(variant, run, variant.runs)} ({run.status})"
                     series.append(variant.style.series(name, curve, curve.values(), faint=True))
         log = not is_share and needs_log(value for curve in series for value in curve.y)
         x, y = Axis("epoch", whole=True), Axis(words + unit, log=log)
@@ -132,22 +132,27 @@ def _read_results(
     data: ReportData, analysis: type[Analysis[Any]], name: str, task: Task | None
 ) -> list[LabeledResult[Any]]:
     """Read the results of an analysis; those in another format are noted as problems."""
-    runs = task.runs if task else [run for run in data.directories if run.config is None]
-    having, found = [run for run in runs if name in run.analyses], []
-    for run in having:
+    found = []
+    for run, label, style in _labeled(data, task, name):
         try:
-            result = analysis.result_type.from_dict(run.analyses[name]["result"])
+            found.append(LabeledResult(label, analysis.result_type.from_dict(run.analyses[name]["result"]), style))
         except ValueError as error:
             problem = f"analyses/{name}.json is not in the format of docs/analyze.md: {error}"
             data.problems.append((str(run.path), problem))
-            continue
-        label, style = run.path.name, SeriesStyle()
-        if task is not None:
-            variant = task.variant_of(run)
-            label, seeds = task.label_of(run, having), [other for other in having if other in variant.runs]
-            style = variant.style._replace(variant=variant.style.variant + len(task.variants) * seeds.index(run))
-        found.append(LabeledResult(label, result, style))
     return found
+
+
+def _labeled(data: ReportData, task: Task | None, name: str) -> Iterator[tuple[RunRecord, str, SeriesStyle]]:
+    """Yield the runs that have a result of this name, with labels and styles."""
+    if task is None:
+        runs = [run for run in data.directories if run.config is None and name in run.analyses]
+        yield from ((run, run.path.name, SeriesStyle()) for run in runs)
+        return
+    for variant in task.variants:
+        having = [run for run in variant.runs if name in run.analyses]
+        for place, run in enumerate(having):
+            style = variant.style._replace(variant=variant.style.variant + len(task.variants) * place)
+            yield run, label_of(variant, run, having), style
 
 
 def runs_part(data: ReportData) -> Part:

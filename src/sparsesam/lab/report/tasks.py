@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparsesam.lab.display import assign_styles, plural
 from sparsesam.lab.display.figure import OPTIMIZERS
 from sparsesam.lab.experiment.calibration import SweepCalibration, read_calibration
 from sparsesam.lab.experiment.config import DEFAULTS, TrainConfig
+from sparsesam.lab.experiment.errors import RunError
+from sparsesam.lab.experiment.run_directory import read_json
 from sparsesam.lab.experiment.variants import MIN_SEEDS, Costs, Variant, costs_of, grouped, rank
 from sparsesam.lab.report.read_run import RunRecord, find_runs
 
@@ -65,11 +66,9 @@ class ReportData:
 def read_sweep_file(folder: Path) -> tuple[str, list[str]] | None:
     """Returns a sweep's title and the ``content_hash`` of its variants in order; None without ``sweep.json``."""
     try:
-        content = json.loads((folder / "sweep.json").read_text())
-        return str(content["title"]), list(content["variants"].values())
-    except FileNotFoundError:
-        return None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        content = read_json(folder / "sweep.json")
+        return None if content is None else (str(content["title"]), list(content["variants"].values()))
+    except (AttributeError, KeyError, TypeError, RunError) as error:
         raise ValueError(f"sweep.json is not of this version of sparsesam ({error}); delete it") from error
 
 
@@ -97,13 +96,6 @@ def group_variants(runs: Iterable[tuple[TrainConfig, RunRecord]], places: Mappin
     return variants
 
 
-class Verdict(NamedTuple):
-    """``chosen`` is None if there is no ranking; the ``sentence`` says why."""
-
-    sentence: str
-    chosen: RunVariant | None = None
-
-
 @dataclass(frozen=True)
 class Task:
     """Variants whose accuracies can be compared; ``name`` is used in links and file names."""
@@ -114,30 +106,17 @@ class Task:
     costs: Costs
 
     @property
-    def runs(self) -> list[RunRecord]:
-        return [run for variant in self.variants for run in variant.runs]
-
-    def variant_of(self, run: RunRecord) -> RunVariant:
-        return next(variant for variant in self.variants if run in variant.runs)
-
-    def label_of(self, run: RunRecord, among: Iterable[RunRecord]) -> str:
-        """Returns the variant's label, with the seed if several of its runs are ``among`` those shown."""
-        variant = self.variant_of(run)
-        is_alone = all(other is run or other not in variant.runs for other in among)
-        return variant.label if is_alone else f"{variant.label}, seed {run.seed}"
-
-    @property
-    def verdict(self) -> Verdict:
-        """The cheapest variant whose accuracy does not differ significantly from the highest mean; of equally cheap
-        ones, the most accurate. Empty for a single variant.
+    def verdict(self) -> tuple[str, RunVariant | None]:
+        """A sentence, and the cheapest variant whose accuracy does not differ significantly from the highest mean; of
+        equally cheap ones, the most accurate. None without a ranking; for a single variant the sentence is empty.
         """
         variants = [variant for variant in self.variants if variant.accuracy is not None]
         if len(variants) < 2:
-            return Verdict("")
+            return "", None
         ranking, costs = rank({variant: variant.accuracies for variant in variants}), self.costs
         if not ranking:
             reason = "it takes two variants with at least three finished seeds; with fewer, a difference may be chance"
-            return Verdict(f"No ranking: {reason}.")
+            return f"No ranking: {reason}.", None
         best = ranking[0]
         chosen = min(ranking, key=lambda variant: (costs.values[variant] or math.inf, -(variant.accuracy or 0.0)))
         sentence = f"Best choice: {chosen.label}, {chosen.accuracy_text} at {costs.show(chosen)}. "
@@ -147,7 +126,7 @@ class Task:
             highest = f"The highest mean is {best.accuracy_text}, {best.label} at {costs.show(best)}"
             sentence += f"{highest}; the difference is not significant."
         few = ", ".join(variant.label for variant in variants if len(variant.accuracies) < MIN_SEEDS)
-        return Verdict(f"{sentence} Not ranked, fewer than three seeds: {few}." if few else sentence, chosen)
+        return f"{sentence} Not ranked, fewer than three seeds: {few}." if few else sentence, chosen
 
 
 def task_label(config: TrainConfig) -> str:
@@ -160,6 +139,11 @@ def variant_label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     differing = differing_settings([other for other in others if other.optimizer == config.optimizer])
     named = [_named(name, value) for name, value in changed_settings(config).items() if name in differing]
     return ", ".join([OPTIMIZERS[config.optimizer][0], *named])
+
+
+def label_of(variant: RunVariant, run: RunRecord, shown: Sequence[RunRecord]) -> str:
+    """Returns the variant's label, with the seed if several of its runs are shown."""
+    return variant.label if len(shown) == 1 else f"{variant.label}, seed {run.seed}"
 
 
 def differing_settings(configs: Sequence[TrainConfig]) -> list[str]:
