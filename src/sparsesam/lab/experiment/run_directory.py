@@ -35,6 +35,9 @@ from sparsesam.lab.experiment.errors import CheckpointError, RunError, one_line
 from sparsesam.lab.experiment.provenance import provenance
 from sparsesam.masks.packed import unpack_bits
 
+#: The remedy for records: ``last.pt`` has a copy.
+RESTORE = "restore it, or continue the run with --resume (a finished one without its result.json): it is written again"
+
 
 class RunDirectory:
     def __init__(self, path: Path) -> None:
@@ -223,7 +226,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         for line in filter(None, path.read_text().splitlines()):
             records.append(unseal(json.loads(line)))
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is damaged in line {len(records) + 1} ({one_line(error)}); restore it") from error
+        raise RunError(f"{path} is damaged in line {len(records) + 1} ({one_line(error)}); {RESTORE}") from error
     return records
 
 
