@@ -63,6 +63,8 @@ REFUSED = [
     ("sweep demo --data-dir none", "none"),
     ("sweep demo --set init_from=none.pt", "none.pt does not exist"),
     ("sweep demo --seeds 0", "--seeds must be at least 1"),
+    ("sweep demo --jobs 0", "--jobs must be at least 1"),
+    ("data show --images 0", "--images must be at least 1"),
     ("export none -o model.onnx", "--out must end in .pt, .pth, .safetensors"),
     ("eval .", "has no run"),
     ("analyze hessian none", "none has no run"),
