@@ -122,6 +122,11 @@ def test_runs_without_masks_are_left_out(runs, capsys):
     assert f"left out, without masks: {runs / 'sgd'}\n" in capsys.readouterr().out
 
 
+def test_convergence_needs_no_run(tmp_path):
+    assert analyze("convergence", tmp_path, "--steps", 20, "--runs", 2) == 0
+    assert written(tmp_path, "convergence")["run"] is None
+
+
 def test_landscape_along_eigenvectors_has_their_curvature(runs):
     step = 0.02
     words = ["--points", 3, "--span", [-step, step], "--along", "eigenvectors"]
