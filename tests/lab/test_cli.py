@@ -49,7 +49,7 @@ REFUSED = [
     ("train --out bad.yaml/run", "is not a directory that can be written to; choose another --out"),
     ("train --resume", "--resume needs --out"),
     ("train --resume --out .", "has no run: there is no config.yaml"),
-    ("train --optimizer ssam", "optimizer ssam needs layers"),
+    ("train --optimizer ssam", "ssam-f chooses the weights by Fisher information"),
     ("train --optimizer sgd --rho 0.1", NO_EFFECT),  # also if it is the default
     ("train --optimizer sam --layers fc.*", NO_EFFECT),
     ("train --lr-gamma 0.2", NO_EFFECT),
