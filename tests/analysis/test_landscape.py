@@ -34,6 +34,16 @@ def test_plane_is_loss_at_each_point():
     assert result.lengths == pytest.approx(lengths)
 
 
+def test_number_of_batches_cannot_be_moved():
+    """A difference of state dicts has it."""
+    model = convnet()
+    direction = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    (name,) = [name for name in direction if name.endswith("num_batches_tracked")][:1]
+    objective = Objective(model, [images()], F.cross_entropy)
+    with pytest.raises(ValueError, match=rf"directions\[0\] has '{name}', which is not a .* that can be moved"):
+        loss_landscape(objective, [direction], points=2)
+
+
 def test_checkpoints_share_random_directions():
     signs = [random_directions(model, 1)[0]["0.weight"].sign() for model in (convnet(), convnet(seed=1))]
     assert torch.equal(*signs)

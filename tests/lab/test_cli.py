@@ -49,7 +49,7 @@ REFUSED = [
     ("train --out bad.yaml/run", "is not a directory that can be written to; choose another --out"),
     ("train --resume", "--resume needs --out"),
     ("train --resume --out .", "has no run: there is no config.yaml"),
-    ("train --optimizer ssam", "optimizer ssam needs layers"),
+    ("train --optimizer ssam", "ssam-f chooses the weights by Fisher information"),
     ("train --optimizer sgd --rho 0.1", NO_EFFECT),  # also if it is the default
     ("train --optimizer sam --layers fc.*", NO_EFFECT),
     ("train --lr-gamma 0.2", NO_EFFECT),
@@ -63,6 +63,8 @@ REFUSED = [
     ("sweep demo --data-dir none", "none"),
     ("sweep demo --set init_from=none.pt", "none.pt does not exist"),
     ("sweep demo --seeds 0", "--seeds must be at least 1"),
+    ("sweep demo --jobs 0", "--jobs must be at least 1"),
+    ("data show --images 0", "--images must be at least 1"),
     ("export none -o model.onnx", "--out must end in .pt, .pth, .safetensors"),
     ("eval .", "has no run"),
     ("analyze hessian none", "none has no run"),

@@ -59,8 +59,8 @@ def loss_landscape(
     """Evaluate the loss on ``points`` points over ``span`` along each direction: a line for one, a plane for two.
 
     ``directions`` are two `random_directions` by default, or for example ``HessianSpectrum.vectors[:2]``; they are not
-    rescaled. ``state_file``, a text file with the losses so far, makes the evaluation resumable; ``progress(done,
-    total)`` is called after every point.
+    rescaled, and may also move floating-point buffers. ``state_file``, a text file with the losses so far, makes the
+    evaluation resumable; ``progress(done, total)`` is called after every point.
     """
     chosen = random_directions(objective.model) if directions is None else _checked(directions, objective.model)
     check_count("points", points, "the paper's figures have 50 by 50", least=2)
@@ -153,9 +153,10 @@ def _checked(directions: Sequence[Mapping[str, Tensor]], model: nn.Module) -> li
     """Returns directions on the devices and in the dtypes of the model's tensors; ValueError for names or shapes."""
     if len(directions) not in (1, 2) or not all(directions):
         raise ValueError(f"directions must be one or two, got {len(directions)} or an empty one; two span a plane")
-    known = _named_tensors(model)
+    # Not integer buffers, such as the number of batches of a normalization: they cannot move by a part of the way.
+    known = {name: t for name, t in _named_tensors(model).items() if t.is_floating_point() or t.is_complex()}
     for number, direction in enumerate(directions):
-        check_like_parameters(f"directions[{number}]", direction, known, "parameter or buffer")
+        check_like_parameters(f"directions[{number}]", direction, known, "parameter or buffer that can be moved")
     return [{name: value.detach().to(known[name]) for name, value in direction.items()} for direction in directions]
 
 

@@ -141,6 +141,11 @@ def test_mask_that_was_not_recorded_is_noted(runs, tmp_path, capsys):
     assert "the mask in use at best.pt was not recorded" in " ".join(capsys.readouterr().out.split())
 
 
+def test_convergence_needs_no_run(tmp_path):
+    assert analyze("convergence", tmp_path, "--steps", 20, "--runs", 2) == 0
+    assert written(tmp_path, "convergence")["run"] is None
+
+
 def test_landscape_along_eigenvectors_has_their_curvature(runs):
     step = 0.02
     words = ["--points", 3, "--span", [-step, step], "--along", "eigenvectors"]

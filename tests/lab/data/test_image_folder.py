@@ -138,6 +138,9 @@ def test_published_tiny_imagenet_is_read(tmp_path):
     splits = load_dataset("tiny-imagenet", tmp_path)
     assert (splits.image_size, len(splits.train), splits.test.labels.tolist()) == (64, 2, [1, 0])
     assert splits.test[0][0].shape == (3, 64, 64)
-    annotations.write_text("val_0.JPEG\tn03\t0\t32\t44\t62\n")
-    with pytest.raises(DataError, match=r"expected the 2 classes .* missing or unknown: n01, n02, n03"):
-        load_dataset("tiny-imagenet", tmp_path)
+    annotations.write_text("val_0.JPEG\tn02\t0\t32\t44\t62\n")  # a part of the images
+    assert load_dataset("tiny-imagenet", tmp_path).test.labels.tolist() == [1]
+    for text, odd in (("val_0.JPEG\tn03\t0\t32\t44\t62\n", "n03"), ("", "n01, n02")):
+        annotations.write_text(text)
+        with pytest.raises(DataError, match=f"expected the 2 classes .* missing or unknown: {odd}$"):
+            load_dataset("tiny-imagenet", tmp_path)

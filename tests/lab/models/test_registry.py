@@ -66,6 +66,7 @@ def test_importable_function_is_accepted():
         (f"{__name__}:no_such", "model must be an importable module:function, got"),
         (f"{__name__}:without_classes", "without_classes raised TypeError: .*num_classes"),
         (f"{__name__}:failing", "failing raised RuntimeError: no memory in two lines$"),
+        (f"{__name__}:SMALL", "SMALL must be a function, got list"),
         (f"{__name__}:no_model", r"no_model must return a torch\.nn\.Module, got int"),
     ],
 )

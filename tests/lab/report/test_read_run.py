@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import pytest
 from benchmarks.report import write_run
@@ -30,6 +31,7 @@ def test_unfinished_run_reports_progress_and_resume_command(tmp_path):
     [
         *(("records.jsonl", text, "is damaged") for text in ("[1]", "nonsense", "null")),
         *(("result.json", text, "is damaged") for text in ("", "{", "[]", "null", "\x00")),
+        ("result.json", '{"no": "result"}', "has no result; delete it"),
         ("config.yaml", "optimizer: [", "is damaged"),
         ("config.yaml", "optimizer: sam", "is damaged"),  # without its sum
         ("config.yaml", json.dumps(seal({"temperature": 3})), "has settings that this version cannot use"),
@@ -41,6 +43,26 @@ def test_run_with_damaged_file_is_unreadable(tmp_path, file, text, problem):
     run = RunRecord(path)
     assert (run.status, run.result, run.epochs, len(run.problems)) == ("unreadable", {}, {}, 1)
     assert f"{file} {problem}" in run.problems[0]
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "records.jsonl", "result.json", "failure.json", "analyses/a.json"])
+def test_pipe_in_place_of_file_does_not_block(tmp_path, file):
+    path = write_run(tmp_path / "a")
+    (path / "analyses").mkdir()
+    (path / file).unlink(missing_ok=True)
+    os.mkfifo(path / file)
+    assert RunRecord(path).problems == [f"{path / file} must be a file; remove it"]
+
+
+def test_lost_records_name_the_remedy(tmp_path):
+    path = write_run(tmp_path / "a")
+    content = json.loads((path / "result.json").read_text())
+    (path / "result.json").write_text(json.dumps({**content, "records": "of another text"}))
+    for damage in (lambda file: file.write_text(file.read_text() + '{"kind": "epo'), Path.unlink):
+        damage(path / "records.jsonl")
+        (problem,) = RunRecord(path).problems
+        assert "records.jsonl" in problem
+        assert "continue the run with --resume (a finished one without its result.json)" in problem
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "records.jsonl", "result.json"])
@@ -59,9 +81,11 @@ def test_analyses_are_read_and_unreadable_ones_noted(tmp_path):
     write_analysis(path, "hessian", {"trace": None})
     (path / "analyses" / "masks.json").write_text("{")
     (path / "analyses" / "bound.json").write_text('{"result": 1}')
+    (path / "analyses" / "sharpness.json").write_text('{"result": {}, "run": "another"}')
     run = RunRecord(path)
     assert list(run.analyses) == ["hessian"]
-    assert ["bound.json has no result" in run.problems[0], "masks.json is damaged" in run.problems[1]] == [True, True]
+    words = ("bound.json has no result", "masks.json is damaged", "sharpness.json is of another run, left out")
+    assert [expected in problem for expected, problem in zip(words, run.problems, strict=True)] == [True] * 3
     assert run.status == "finished"
 
 
@@ -74,6 +98,8 @@ def test_runs_are_found_below_directory_or_given_directly(tmp_path):
     failed.mkdir()
     (failed / "failure.json").write_text("{}")
     assert find_runs([tmp_path]) == [first, failed, second]
+    (tmp_path / "sweep" / "analyses").mkdir()  # of `analyze convergence`
+    assert find_runs([tmp_path]) == [tmp_path / "sweep", first, failed, second]
 
 
 def test_circular_links_terminate(tmp_path):

@@ -2,9 +2,10 @@ import json
 
 import pytest
 from benchmarks.report import PROVENANCE, write_run
+from rich.console import Console
 
 from sparsesam.lab.display.figure import Figure
-from sparsesam.lab.display.table import Table
+from sparsesam.lab.display.table import Table, cells, to_rich
 from sparsesam.lab.report.write import build_report
 from tests.lab.report.made_runs import analyses, write_analysis, write_every_analysis
 
@@ -52,6 +53,14 @@ def test_accuracy_table_and_figure_have_mean_interval_cost_and_seeds(tmp_path):
     sgd, ssam = blocks(tmp_path)["accuracy-against-cost"].panels[""]
     assert (sgd.x, ssam.x, sgd.bars) == ([1.0], [2.0], None)
     assert ssam.bars[0] == pytest.approx((91 - WIDTH, 91 + WIDTH))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_brackets_in_names_are_no_markup_in_a_terminal(transposed, capsys):
+    name = "[red]a[/b]"
+    table = Table("", name, ["", name], [cells(name, name), cells("b", "c")])
+    Console(width=200).print(to_rich(table, name, transposed=transposed))
+    assert capsys.readouterr().out.count(name) == 5
 
 
 def test_settings_that_differ_are_shown_with_values(tmp_path):

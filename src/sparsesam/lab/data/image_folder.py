@@ -80,7 +80,10 @@ def load_image_folder(name: str, data_dir: Path | None, image_size: int | None =
     trained, annotations = _by_class(data_dir / "train"), test / "val_annotations.txt"
     tested = _annotated(annotations) if annotations.is_file() else _by_class(test)
     labels = {name: label for label, name in enumerate(dict.fromkeys(name for _, name in trained))}
-    if odd := sorted(labels.keys() ^ {name for _, name in tested}):
+    kinds = {name for _, name in tested}
+    # Annotations may be of a part of the images, which need not have every class; a missing folder is a mistake.
+    is_part = annotations.is_file() and bool(kinds)
+    if odd := sorted(kinds - labels.keys() if is_part else kinds ^ labels.keys()):
         raise DataError(
             f"{test}: expected the {len(labels)} classes of the training images; missing or unknown: "
             f"{', '.join(odd[:5])}"

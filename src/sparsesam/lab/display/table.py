@@ -67,13 +67,14 @@ def table_of_rows(
 
 def to_rich(table: Table, title: str, *, transposed: bool = False) -> RichTable:
     """Convert the table for a terminal; ``transposed`` shows rows as columns."""
+    from rich.markup import escape  # names may have brackets
     from rich.table import Table as RichTable
 
     lines = [["", *table.columns[1:]], *([cell.text for cell in row] for row in table.rows)]
     headings, *rows = zip(*lines, strict=True) if transposed else lines
-    drawn = RichTable(title=title, caption=table.caption or None)
+    drawn = RichTable(title=escape(title), caption=escape(table.caption) or None)
     for place, heading in enumerate(headings):
-        drawn.add_column(heading, justify="right" if place else "left", overflow="fold")
+        drawn.add_column(escape(heading), justify="right" if place else "left", overflow="fold")
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(escape, row))
     return drawn

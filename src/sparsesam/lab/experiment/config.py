@@ -187,8 +187,10 @@ class TrainConfig:
         if self.batch_size < self.accumulate:
             raise ValueError(f"accumulate must be at most batch_size, {self.batch_size}, got {self.accumulate}")
         if self.optimizer == "ssam" and (self.layers is None) == (self.budget is None):
-            given = f"got layers {self.layers} and budget {self.budget}"
-            raise ValueError(f"optimizer ssam needs layers, such as 'layer4.*,fc.*', or a budget, such as 1.2, {given}")
+            raise ValueError(
+                "optimizer ssam needs either layers, such as 'layer4.*,fc.*', or a budget, such as 1.2, got layers "
+                f"{self.layers} and budget {self.budget}; ssam-f chooses the weights by Fisher information"
+            )
         has_no_mask = self.optimizer in ("sam", "asam") and self.ascent in ("implicit", "implicit-dense")
         if has_no_mask or (self.optimizer in VARIANTS and self.ascent != "explicit"):
             raise ValueError(f"ascent must not be {self.ascent!r} for {self.optimizer}; leave it at explicit")

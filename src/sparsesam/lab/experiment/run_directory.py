@@ -36,6 +36,8 @@ from sparsesam.masks.packed import unpack_bits
 
 #: Several times as fast as yaml.SafeLoader, which counts in a report of many runs.
 _YAML: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+#: The remedy for records: ``last.pt`` has a copy.
+RESTORE = "restore it, or continue the run with --resume (a finished one without its result.json): it is written again"
 
 
 class RunDirectory:
@@ -223,7 +225,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         for line in filter(None, path.read_text().splitlines()):
             records.append(unseal(json.loads(line)))
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is damaged in line {len(records) + 1} ({one_line(error)}); restore it") from error
+        raise RunError(f"{path} is damaged in line {len(records) + 1} ({one_line(error)}); {RESTORE}") from error
     return records
 
 

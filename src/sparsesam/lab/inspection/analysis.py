@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from sparsesam.analysis import AnalysisResult, ProgressCallback
@@ -85,7 +86,7 @@ class Analysis(ABC, Generic[ResultT]):
         """
         console, start = Console(stderr=True, highlight=False), time.perf_counter()
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(f"{self.name} of {run.path}", total=None)
+            task = bar.add_task(escape(f"{self.name} of {run.path}"), total=None)
             result = self.measure(run, lambda done, total: bar.update(task, completed=done, total=total))
         seconds, machine = time.perf_counter() - start, provenance()
         made = {"options": self.options, "seconds": seconds, "command": machine["command"], "provenance": machine}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from sparsesam.lab.display import Number, number
 from sparsesam.lab.experiment.config import TrainConfig
 from sparsesam.lab.experiment.errors import RunError
-from sparsesam.lab.experiment.run_directory import RunDirectory, read_json, read_records, sum_of
+from sparsesam.lab.experiment.run_directory import RESTORE, RunDirectory, read_json, read_records, sum_of
 
 Status = Literal["finished", "failed", "unfinished", "unreadable", "analyses only"]
 #: A directory with any of these is a run's: a run can end before it has all of them.
@@ -37,7 +37,8 @@ def _below(place: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(place):  # does not follow links, which may be circular
         if not SIGNS.isdisjoint((*files, *folders)):
             yield Path(folder)
-            folders.clear()
+            # Below a run is no other; a directory with analyses only, as of `analyze convergence runs`, may hold runs.
+            folders[:] = [] if SIGNS.intersection(files) else [name for name in folders if name != "analyses"]
         folders.sort()
 
 
@@ -76,18 +77,25 @@ class RunRecord:
         return {epoch: value for epoch, value in values.items() if value is not None}
 
     def _read(self, files: RunDirectory) -> None:
+        texts = (files.config, files.records, files.result, files.failure)
+        for file in (*texts, *files.analyses.glob("*.json")):
+            if file.exists() and not file.is_file():  # reading a pipe would wait
+                raise RunError(f"{file} must be a file; remove it")
         if files.config.exists():
             self.settings, self.config = files.settings(), files.saved_config().canonical
         records = read_records(files.records) if files.records.exists() else []
         result, failure = read_json(files.result) or {}, read_json(files.failure) or {}
+        text = files.records.read_text() if files.records.exists() else ""
         begun: dict[str, Any] = next((record for record in reversed(records) if "config" in record), {})
         if self.config is None and (records or result):
             raise RunError(f"{files.config} is missing; restore it")
+        if result and not isinstance(result.get("result"), dict):
+            raise RunError(f"{files.result} has no result; delete it and continue the run with --resume")
         for file, content in ((files.records, begun), (files.result, result)):
             if self.config and content.get("hash", self.config.content_hash) != self.config.content_hash:
                 raise RunError(f"{file} or {files.config} is of another run; restore the right one")
-        if "records" in result and result["records"] != sum_of(files.records.read_text()):
-            raise RunError(f"{files.records} is not what result.json was made from: lines were lost or changed")
+        if "records" in result and result["records"] != sum_of(text):
+            raise RunError(f"{files.records} is not what result.json was made from; {RESTORE}")
         self.name = str(result.get("name") or begun.get("name") or "")
         self.provenance = dict((result or begun or failure).get("provenance") or {})
         epochs = {number(record.get("epoch")): record for record in records if record.get("kind") == "epoch"}
