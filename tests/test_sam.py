@@ -91,6 +91,11 @@ def take_step(way, opt, model, x, y):
     return cases.WAYS[way](opt, lambda: loss_of(model, x, y))
 
 
+def with_a_still_body(model):
+    groups = [{"params": model["body"].parameters(), "rho": 0.0}, {"params": model["head"].parameters()}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
 HEAD = {"mask": sparsesam.fixed_mask("head.*")}
 OPTIMIZERS = {
     "last layer": cases.ssam,
@@ -102,7 +107,11 @@ OPTIMIZERS = {
     "SSAM-D": lambda model: cases.ssam(model, sparsesam.dynamic_mask(sparsity=0.5, refresh=2)),
     "every other step": partial(cases.ssam, every=2),
     "from the third step": partial(cases.ssam, start=2),
+    "body with a rho of 0": method(sparsesam.SAM, 0.3, norm="masked", base=with_a_still_body),
     "FriendlySAM, last layer": method(sparsesam.FriendlySAM, 0.3, norm="masked", **HEAD),
+    "FriendlySAM, other tensors in each step": method(
+        sparsesam.FriendlySAM, 0.3, norm="masked", mask=sparsesam.random_mask(sparsity=0.9, pattern="tensor", refresh=1)
+    ),
     **{name: partial(test_variants.make, name) for name in test_variants.METHODS if name != "three ascents"},
 }
 

@@ -21,7 +21,7 @@ from sparsesam.masks.packed import PackedMask
 from sparsesam.masks.scores import ScoreContext
 from sparsesam.masks.state import MaskState
 from sparsesam.options import Ascent, AscentScope, Options, check_base_and_model
-from sparsesam.perturbation import Norm, Perturbation, Radius, Target, is_usable
+from sparsesam.perturbation import Norm, Perturbation, Radius, Target, is_unmoved, is_usable
 from sparsesam.savings import Shortcuts
 from sparsesam.schedules import RhoSchedule
 from sparsesam.utils.restore import RNGSnapshot, Snapshot
@@ -88,7 +88,8 @@ class PerturbingOptimizer(OptimizerWrapper):
             too. It needs a rho about ten times larger. ``"layer"``: T is the norm of the whole weight tensor (layerwise
             ASAM in Müller et al. 2023).
         eta: the eta of ASAM.
-        norm: ``"full"`` divides by ||g||, ``"masked"`` by ||m ⊙ g||: gradients outside the mask are then not needed.
+        norm: ``"full"`` divides by ||g||, ``"masked"`` by ||m ⊙ g||: gradients outside the mask are then not needed,
+            nor those of a group with a rho of 0.
         ascent: ``"explicit"`` masks the gradient. ``"implicit"`` also computes the ascent's input gradients with the
             masked weights of linear and convolution layers, dX = dY · (W ⊙ m); ``"implicit-dense"`` does only that and
             perturbs every weight along the result (the paper's form).
@@ -359,6 +360,8 @@ class PerturbingOptimizer(OptimizerWrapper):
         """Move the weights by e along `direction`."""
         directions, shards = self._local(self.direction(step.params), step.params), step.params.shards
         targets = [self.target(step, p, directions[p.name]) for p in step.params if p.name in directions]
+        if self.options.norm == "masked":  # with a rho of 0, gradients need not be computed, and do not count
+            targets = [target for target in targets if not is_unmoved(None, target.rho)]
         if not self._moves(step) or (shards is None and all(target.is_unmoved for target in targets)):
             self.own.counters.skipped_ascents += self._moves(step)  # weights are to be moved, and have no gradient
             return

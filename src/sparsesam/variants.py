@@ -32,7 +32,7 @@ from sparsesam.ascent import Masks, Step
 from sparsesam.distributed.shards import Shards, is_sharded, local_part
 from sparsesam.masks.mask import MaskRule
 from sparsesam.masks.packed import PackedMask
-from sparsesam.perturbation import Norm, Target, is_usable
+from sparsesam.perturbation import Norm, Target, is_unmoved, is_usable
 from sparsesam.sam import SharpnessAware
 from sparsesam.schedules import RhoSchedule
 from sparsesam.utils.checks import check_number, is_within
@@ -239,17 +239,22 @@ class FriendlySAM(SharpnessAware):
         super().ascend(step)
         if step.ascent_failed:
             return
-        average, norm = self.own.tensors["average"], self._last_norm
+        average, norm, found = self.own.tensors["average"], self._last_norm, self._gradients(step.params)
         is_first = not average
-        for name, gradient in self._gradients(step.params).items():
-            mask = step.masks[name]
-            if mask is not None and self.options.norm == "masked":  # gradients outside of it may not be computed
-                gradient = gradient.masked_fill(~mask.unpack(gradient.device), 0.0)
+        for p in step.params:
+            mask, gradient = step.masks[p.name], found.get(p.name)
+            if self.options.norm == "masked":  # gradients of what is not moved count as zero: they may not be computed
+                if is_unmoved(mask, p.rho):
+                    gradient = torch.zeros_like(local_part(p.parameter))
+                elif mask is not None and gradient is not None:
+                    gradient = gradient.masked_fill(~mask.unpack(gradient.device), 0.0)
+            if gradient is None:
+                continue
             # The model's dtype may have changed since.
-            own = average[name].to(gradient) if name in average else torch.zeros_like(gradient)
+            own = average[p.name].to(gradient) if p.name in average else torch.zeros_like(gradient)
             if isinstance(norm, Tensor):  # on a device, where a gradient that is not finite is not known here
                 gradient = torch.where(is_usable(norm).to(own.device), gradient, own)
-            average[name] = gradient.clone() if is_first else own.lerp_(gradient, 1 - self.decay)
+            average[p.name] = gradient.clone() if is_first else own.lerp_(gradient, 1 - self.decay)
 
     def _gradients(self, params: PerturbedParams) -> dict[str, Tensor]:
         """Returns this rank's parts of the gradients, as dense tensors."""

@@ -131,6 +131,22 @@ def test_statistics_are_kept_in_a_one_pass_step_after_a_skipped_one():
         assert model[1].num_batches_tracked == count
 
 
+def test_lazy_layers_get_their_statistics_in_the_first_pass():
+    model = nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 3)).double()
+    opt = sparsesam.SAM(cases.sgd(model), model)
+    for count in range(1, 3):
+        cases.by_minimize(opt, model, *cases.vectors())
+        assert model[1].num_batches_tracked == count
+
+
+@pytest.mark.parametrize("buffer", [torch.ones(1).expand(6), torch.ones(6, dtype=torch.complex128).conj().imag])
+def test_buffers_that_cannot_be_written_are_left_alone(buffer):
+    model = cases.mlp()
+    model.register_buffer("scale", buffer)
+    mask = sparsesam.fisher_mask(cases.vectors(), F.cross_entropy, sparsity=0.5, samples=2)
+    cases.by_minimize(sparsesam.SSAM(cases.sgd(model), model, mask=mask), model, *cases.vectors())
+
+
 # ---- random states -----------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from sparsesam.distributed.agreement import sum_over
-from sparsesam.distributed.shards import Shards, local_part
+from sparsesam.distributed.shards import Shards, is_sharded, local_part
 from sparsesam.utils.batches import batch_size, call_model, scalar_loss, slice_batch, to_device
 from sparsesam.utils.checks import NonFiniteScoreError, check_choice
 from sparsesam.utils.restore import preserve_model_state
@@ -70,9 +70,12 @@ def fisher_diagonal(
     """
     problem = Problem(loss_fn, model_loss, labels, generator)
     available: dict[str, Tensor] = dict(model.named_parameters())
-    measured = {name: p for name, p in available.items() if p.requires_grad} if parameters is None else parameters
-    if unknown := [name for name in measured if name not in available]:
+    if unknown := [name for name in parameters or () if name not in available]:
         raise ValueError(f"parameters holds {unknown[0]!r}, which model.named_parameters() does not")
+    if parameters is None:
+        measured = {name: p for name, p in available.items() if p.requires_grad}
+    else:  # given tensors may be detached; in a model that FSDP2 has gathered, they are the shards
+        measured = {name: p if is_sharded(p) else available[name] for name, p in parameters.items()}
     if not measured:
         raise ValueError("model has no parameter to measure: none is given, or none requires a gradient")
     shards = Shards.of(measured)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -33,19 +34,28 @@ class Snapshot:
         for group, values in self._saved:
             torch._foreach_copy_(group, values)
 
+    @torch.no_grad()
+    def restore_changed(self) -> None:
+        """Write only to tensors with other values: a buffer may be read-only memory, or expanded. It synchronizes."""
+        for group, values in self._saved:
+            for tensor, value in zip(group, values, strict=True):
+                if tensor.layout is not torch.strided or not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
 
 def statistics_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Returns the running statistics of layers in training mode.
 
-    Layers are recognized by the names of their buffers, so that custom normalization layers are included. What is
-    written to them does not raise version counters, as in batch normalization: graphs that saved them stay valid.
+    Layers are recognized by the names of their buffers, so that custom normalization layers are included; lazy ones
+    have none before their first forward. What is written to them does not raise version counters, as in batch
+    normalization: graphs that saved them stay valid.
     """
     return [
         buffer.data
         for module in modules
         if getattr(module, "training", False)  # frozen ScriptModules lack this attribute
         for name, buffer in module._buffers.items()  # as named_buffers() does, which is slow for every step
-        if buffer is not None and name in _STATISTICS
+        if buffer is not None and name in _STATISTICS and not is_lazy(buffer)
     ]
 
 
@@ -85,7 +95,7 @@ def preserve_model_state(model: nn.Module, *, evaluate: bool = True, freeze: boo
                 stack.callback(parameter.requires_grad_, parameter.requires_grad)
                 parameter.requires_grad_(False)
         # Graphs that saved a buffer stay valid if its version is not raised.
-        stack.callback(Snapshot(buffer.data for buffer in model.buffers()).restore)
+        stack.callback(Snapshot(buffer.data for buffer in model.buffers()).restore_changed)
         yield
 
 
