@@ -65,7 +65,7 @@ def test_offline_error_names_file_and_directory(cache, tmp_path):
     message = str(caught.value)
     assert f"Put into {cache / 'cifar10'}, or into a directory you name as data_dir:" in message
     assert "cifar-10-binary.tar.gz  MD5 c32a1d4ab5d03f1284b67883e8d87530  from https://www.cs.toronto.edu" in message
-    with pytest.raises(DataError, match=r"(?s)Put into .* t10k-labels-idx1-ubyte.gz  MD5 bb300cfd"):
+    with pytest.raises(DataError, match=rf"(?s)Put into {tmp_path}, .* t10k-labels-idx1-ubyte.gz  MD5 bb300cfd"):
         load_dataset("fashion-mnist", tmp_path, download=False)
 
 

@@ -39,11 +39,19 @@ def cache_dir() -> Path:
     return user_cache_path("sparsesam", appauthor=False)
 
 
-def fetch(remotes: Sequence[Remote], folder: Path, *, download: bool = True, progress: bool = False) -> list[Path]:
+def fetch(
+    remotes: Sequence[Remote],
+    folder: Path,
+    *,
+    download: bool = True,
+    progress: bool = False,
+    data_dir: Path | None = None,
+) -> list[Path]:
     """Returns the paths of files in ``folder``; downloads those that are missing or have another checksum.
 
     A file gets its name only when it is complete and its checksum is right; an interrupted download continues where
-    it stopped. A file that cannot be downloaded, or without ``download`` is not as published, raises DataError.
+    it stopped. A file that cannot be downloaded, or without ``download`` is not as published, raises DataError, which
+    names the user's ``data_dir`` if there is one.
     """
     with required_by("a download", "'sparsesam[data]'"):
         import pooch
@@ -59,7 +67,7 @@ def fetch(remotes: Sequence[Remote], folder: Path, *, download: bool = True, pro
         wanted = "\n".join(f"  {remote.name}  MD5 {remote.md5}  from {remote.url}" for remote in remotes)
         raise DataError(
             f"cannot get the published files: {error}.\n"
-            f"Put into {folder}, or into a directory you name as data_dir:\n{wanted}"
+            f"Put into {data_dir or folder}, or into a directory you name as data_dir:\n{wanted}"
         ) from error
 
 

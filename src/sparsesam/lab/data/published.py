@@ -70,7 +70,8 @@ def _cached(source: Published, data_dir: Path | None, download: bool, progress: 
         if not source.missing(folder):  # another process was faster
             return folder
         given = data_dir if data_dir and (data_dir / source.remotes[0].name).is_file() else None
-        files = fetch(source.remotes, given or cache, download=download and not given, progress=progress)
+        may = download and not given
+        files = fetch(source.remotes, given or cache, download=may, progress=progress, data_dir=data_dir)
         for archive in (file for file in files if ".tar" in file.suffixes):
             unpack(archive, folder)
             if not given:
