@@ -131,7 +131,13 @@ class Perturbation:
         """
         if shards is not None:
             counted = set(shards.counted(target.name for target in targets))
-            return shards.norm(self.norm([target for target in targets if target.name in counted], norm))
+            own = self.norm([target for target in targets if target.name in counted], norm)
+            if not targets or any(target.is_on_host for target in targets):
+                return shards.norm(float(own))
+            # A rank without kept entries has the number 0, and must send what the others send.
+            is_double = any(target.weight.dtype == torch.float64 for target in targets)
+            dtype = torch.float64 if is_double else torch.float32
+            return shards.norm(torch.as_tensor(own, dtype=dtype, device=targets[0].weight.device))
         total = self._norm(targets, norm)
         if not any(target.is_on_host for target in targets):
             return total

@@ -68,3 +68,23 @@ def resumed_methods(rank):
 def test_methods_with_state_resume_from_shards():
     for kind, runs in run_ranks(resumed_methods, 2)[0].items():
         assert cases.same_bits(*runs), kind
+
+
+def rows_of_the_first_rank(rank):
+    found = []
+    for implementation in ("host", "accelerator"):
+        with cases.moved_as_on(implementation):
+            model = sharded(equal_runs.network().float(), 2)
+            masks = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in model.named_parameters()}
+            masks["0.weight"][:1] = True
+            mask = sparsesam.fixed_mask(masks)
+            opt = sparsesam.SSAM(cases.sgd(model), model, rho=0.3, mask=mask, norm="masked")
+            for _ in range(3):
+                cases.with_closure(opt, model, *cases.images())
+            found.append([p.full_tensor().detach() for p in model.parameters()])
+    return found
+
+
+def test_rank_that_keeps_no_weight_sends_what_the_others_send():
+    for host, accelerator in run_ranks(rows_of_the_first_rank, 2):
+        torch.testing.assert_close(host, accelerator)
