@@ -205,24 +205,26 @@ def tiny(session: Session, *, operations: int = 100) -> None:
     print(f"an operation that is recorded and found again takes {each:.1f} us longer than running it twice")
 
 
-@benchmark(quick={"width": 64})
-def memory(session: Session, *, width: int = 2048) -> None:
+@benchmark(quick={"width": 64, "model": QUICK["model"]})
+def memory(session: Session, *, width: int = 2048, model: str = "resnet18") -> None:
     """How many bytes per parameter does a step need beyond SGD, without and with a new mask?
 
-    Measured in a perceptron with one sample, where no activations hide a temporary of the optimizer.
+    In a perceptron with one sample no activations hide a temporary of the optimizer, and one tensor has two thirds of
+    the weights.
     """
     torch.manual_seed(0)
     layers = (nn.Linear(1024, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
-    model, data = nn.Sequential(*layers), (torch.randn(1, 1024), torch.zeros(1, dtype=torch.long))
-    base, parameters = Case(model, data).peak_bytes(), sum(p.numel() for p in model.parameters())
-    wraps: dict[str, Wrap] = {"SAM": sam}
-    for sparsity in (0.5, 0.9):
-        fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=sparsity, samples=1)
-        dynamic = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=None)
-        wraps |= {f"SSAM-F {sparsity}": ssam(fisher, norm="full"), f"SSAM-D {sparsity}": ssam(dynamic, norm="full")}
-    rows = []
-    for name, wrap in wraps.items():
-        peaks = [Case(model, data, wrap).peak_bytes(refresh=refresh) for refresh in (False, True)]
-        rows.append((name, *(f"{(peak - base) / parameters:.3f}" for peak in peaks)))
-    print(f"{parameters:,} parameters; SGD itself {base / parameters:.2f}")
-    show(" | step | with a new mask", rows)
+    perceptron = nn.Sequential(*layers), (torch.randn(1, 1024), torch.zeros(1, dtype=torch.long))
+    for name, (network, data) in {"perceptron": perceptron, model: made(model, 8)}.items():
+        base, parameters = Case(network, data).peak_bytes(), sum(p.numel() for p in network.parameters())
+        wraps: dict[str, Wrap] = {"SAM": sam}
+        for sparsity in (0.5, 0.9):
+            fisher = sparsesam.fisher_mask(data, cross_entropy, sparsity=sparsity, samples=1)
+            dynamic = sparsesam.dynamic_mask(sparsity=sparsity, total_steps=100, refresh=None)
+            wraps |= {f"SSAM-F {sparsity}": ssam(fisher, norm="full"), f"SSAM-D {sparsity}": ssam(dynamic, norm="full")}
+        rows = []
+        for method, wrap in wraps.items():
+            peaks = [Case(network, data, wrap).peak_bytes(refresh=refresh) for refresh in (False, True)]
+            rows.append((method, *(f"{(peak - base) / parameters:.3f}" for peak in peaks)))
+        print(f"{name}: {parameters:,} parameters; SGD itself {base / parameters:.2f}")
+        show(" | step | with a new mask", rows)

@@ -186,7 +186,8 @@ class Perturbation:
             if piece.is_view:
                 weight.add_(e, alpha=factor)
             else:
-                piece.write(torch.add(weight, e, alpha=factor).to(weight.dtype), positions)
+                out = e if e.dtype == weight.dtype else None  # no view of the direction: entries or joined tensors
+                piece.write(torch.add(weight, e, alpha=factor, out=out).to(weight.dtype), positions)
         # Drop positions that were not used, such as those of other experts.
         self._index = {masks: found for masks, found in self._index.items() if masks in used}
         torch.clear_autocast_cache()  # inside autocast, a step would go on with the old weights
