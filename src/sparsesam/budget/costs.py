@@ -7,9 +7,8 @@ With P the perturbed parameters, a step of ``minimize`` with norm="masked" costs
   + operations of the backward that lead to P    input gradients back to the earliest of P, weight gradients of P
   + moving P to w + e and back
 
-Operations are counted, so that a cost is the same on every machine: the multiply-adds of products, and one for each
-entry that other operations compute. Python code and memory traffic are not counted: predictions were 4 to 9 % below the
-CPU time of a step (python -m benchmarks budget).
+Operations are counted, so that a cost is the same on every machine: the multiply-adds of products, and `ENTRY` for each
+entry that other operations compute. Python code is not counted (python -m benchmarks budget compares with time).
 """
 
 from __future__ import annotations
@@ -38,6 +37,9 @@ from sparsesam.utils.restore import preserve_model_state
 
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
+#: Multiply-adds that take as long as an entry of other operations, which wait for memory: 130 for batch normalizations
+#: of ResNet-18 on a CPU. Accelerators have a similar ratio of arithmetic to memory traffic, or a larger one.
+ENTRY = 100.0
 #: entries computed for each perturbed weight: e, w + e, and w again
 _MOVING = 3.0
 
@@ -79,7 +81,7 @@ class StepCosts:
         gradient = self.own[name]
         if sliced and name in self.filters:
             gradient -= (1 - share) / 0.75 * (gradient - self.filters[name])  # linear in the share
-        return gradient + share * self.shapes[name].numel() * _MOVING
+        return gradient + share * self.shapes[name].numel() * _MOVING * ENTRY
 
 
 def step_costs(model: nn.Module, example_input: Any) -> StepCosts:
@@ -143,6 +145,11 @@ def multiply_adds(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float
     if count := flop_registry.get(func._overloadpacket):
         return count(*args, **kwargs, out_val=result) / 2, 0.0
     return 0.0, 0.0 if func.is_view else float(sum(tensor.numel() for tensor in tensors_in(result)))
+
+
+def _cost(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    products, entries = multiply_adds(func, args, kwargs, result)
+    return products + ENTRY * entries
 
 
 class MultiplyAdds(TorchDispatchMode):
@@ -215,7 +222,7 @@ class _Trace(TorchDispatchMode):
         is_reusable = kind.is_plain and kind.makes and not (kind.written or kind.is_blank)
         self.is_reusable.append(is_reusable)
         self.freed.append(np.inf)
-        self.forward.append(sum(multiply_adds(func, args, kwargs, result)))
+        self.forward.append(_cost(func, args, kwargs, result))
         return result
 
     @contextmanager
@@ -261,10 +268,10 @@ class _Trace(TorchDispatchMode):
 def _parts(func: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[float, Any]]:
     """Returns the cost of an operation and what it made; of a convolution, separately for dX, dW and db."""
     if func is not torch.ops.aten.convolution_backward.default:
-        return [(sum(multiply_adds(func, args, kwargs, result)), result)]
+        return [(_cost(func, args, kwargs, result), result)]
     alone = ([True, False, False], [False, True, False], [False, False, True])
     made = [(mask, part) for mask, part in zip(alone, result, strict=True) if part is not None]
-    return [(sum(multiply_adds(func, (*args[:-1], mask), kwargs, result)), part) for mask, part in made]
+    return [(_cost(func, (*args[:-1], mask), kwargs, result), part) for mask, part in made]
 
 
 def _storages(*trees: Any) -> dict[int, Tensor]:
