@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sparsesam
+from sparsesam.compile_blocks import COMPILES_WITHIN_MODES
 from tests import cases, oracles, test_variants
 
 # ---- the equations -----------------------------------------------------------------------------------------------
@@ -268,7 +269,8 @@ def test_few_files_of_ours_are_entered():
             sys.setprofile(None)
         return sorted(seen)
 
-    for name, limit in (("SAM", 7), ("last layer", 10)):
+    # An older torch must be asked whether the model is compiled.
+    for name, limit in (("SAM", 7), ("last layer", 10 if COMPILES_WITHIN_MODES else 11)):
         model = parts()
         found = files(OPTIMIZERS[name](model), model)
         assert len(found) <= limit, " ".join(found)
